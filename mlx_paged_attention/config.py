@@ -1,0 +1,86 @@
+"""EngineConfig: everything a person can set about an engine, validated once."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mlx_paged_attention.errors import InvalidRequestError
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+Device = Literal["cpu", "gpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to load and how much memory and concurrency to give it.
+
+    ``None`` means "derive it from the model and the machine"; what was derived is printed
+    at start and readable from ``LLM.stats()``.
+
+    Attributes:
+        model: Hugging Face repo id, MLX model directory or ``.gguf`` path; ``None`` is the
+            bundled SmolLM2-135M-Instruct.
+        dtype: floating-point type of weights and KV cache. ``"auto"`` is the checkpoint's own
+            on a GPU and ``float32`` on a CPU.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks in the pool, the null block included. Excludes ``kv_memory``.
+        kv_memory: pool budget in bytes.
+        max_model_len: longest prompt plus answer, in tokens.
+        max_num_seqs: most requests computed in one step.
+        max_num_batched_tokens: token budget of one step.
+        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
+        scheduling_policy: ``"fcfs"`` or ``"priority"`` (lower value first).
+        seed: base of the seeds of requests that bring none; ``None`` draws one at start.
+        skip_tokenizer_init: serve token ids only, for models without a tokenizer.
+        device: ``"cpu"``, ``"gpu"`` or ``None`` for MLX's default.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the message names the field.
+    """
+
+    model: str | None = None
+    dtype: DType = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    seed: int | None = None
+    skip_tokenizer_init: bool = False
+    device: Device | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        if self.device is not None:
+            _one_of("device", self.device, get_args(Device))
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_blocks", self.num_blocks, 2)
+        for name in ("kv_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise InvalidRequestError(
+                "give num_blocks or kv_memory, not both: each fixes the pool's size", "num_blocks"
+            )
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:
+            raise InvalidRequestError(
+                f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): "
+                "every running request needs one token per step",
+                "max_num_batched_tokens",
+            )
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, not {value!r}", name)
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequestError(f"{name} must be an integer of at least {least}, not {value!r}", name)

@@ -1,0 +1,141 @@
+"""What a caller gets back: RequestOutput, CompletionOutput, and the engine's statistics."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of a token, before temperature, penalties and masks.
+
+    Attributes:
+        rank: 1 for the most likely token.
+        decoded_token: the token's text, ``None`` without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+        index: which of the request's ``n`` answers.
+        text: the answer so far (or the new part, in a delta stream).
+        token_ids: its tokens (or the new ones, in a delta stream).
+        logprobs: per token, the sampled token and the alternatives by id; ``None`` unless asked.
+        cumulative_logprob: sum over all tokens so far; ``None`` unless logprobs were asked for.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or ``None`` while it runs.
+        stop_reason: the stop string or stop token id that ended it; ``None`` for end of sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, seconds of ``time.monotonic()``; ``None`` until it happened.
+
+    Attributes:
+        arrival_time: the request was submitted.
+        first_scheduled_time: its first token was computed.
+        first_token_time: its first output token was known.
+        finished_time: its last answer ended.
+        num_preemptions: how often it lost its blocks.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's answers, finished or on their way.
+
+    Attributes:
+        prompt: the prompt's text, ``None`` if it came as token ids.
+        outputs: one entry per answer; in a delta stream only those with something new.
+        num_cached_tokens: prompt tokens whose keys and values were already in the cache.
+        prompt_logprobs: one entry per prompt token, the first ``None``.
+        finished: no more outputs will follow.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts at one moment; tokens, blocks and bytes as named.
+
+    Attributes:
+        num_blocks: blocks in the pool, the null block included.
+        free_blocks: blocks no request holds; ``cached_blocks`` of them can still be hit.
+        cached_blocks: free blocks that carry a published prefix.
+        used_blocks: blocks held by requests.
+        prefix_queries: prompt tokens looked up in the prefix cache.
+        prefix_hits: of those, tokens found.
+        pool_bytes: size of the KV arrays.
+    """
+
+    num_blocks: int
+    block_size: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    running: int
+    waiting: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    pool_bytes: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What was loaded and how it will run, fixed at start.
+
+    Attributes:
+        model: the name requests use.
+        backend: ``"metal"``, ``"cuda"`` or ``"cpu"``.
+        forward: how a step is run: ``"packed rows"``, ``"row layout"`` or ``"dense gather"``.
+        bytes_per_token: KV bytes of one token over all layers.
+        pool_bytes: size of the KV arrays.
+        full_length_requests: how many requests of ``max_model_len`` the pool holds at once.
+        eos_token_ids: ids that end an answer.
+        notes: further lines for the start-up report.
+    """
+
+    model: str
+    backend: str
+    dtype: str
+    forward: str
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int
+    pool_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    full_length_requests: float
+    eos_token_ids: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)

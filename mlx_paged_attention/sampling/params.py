@@ -1,0 +1,188 @@
+"""SamplingParams: how a caller wants tokens chosen. RowSampling: the same, resolved for one row."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mlx_paged_attention.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+
+
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Plain data from which the sampler turns one row's logits into tokens.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        seed: key of the row's random numbers; output ``i`` uses number ``i`` of that stream.
+        min_tokens: outputs before which every id of ``stop_ids`` is forbidden.
+        stop_ids: ids that would end the sequence.
+        logprobs: how many alternatives to report per output token; ``None`` reports nothing.
+        prompt_logprobs: the same for prompt positions.
+        bad_words: token sequences that must not be completed.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    stop_ids: list[int] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Names and defaults are vLLM's.
+
+    Attributes:
+        n: how many answers to return.
+        best_of: how many to generate, of which the ``n`` with the highest cumulative
+            log-probability are returned; ``None`` is ``n``.
+        temperature: 0 is greedy; at most 100.
+        top_p: keep the smallest set of tokens with at least this probability, (0, 1].
+        top_k: keep this many most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest, [0, 1].
+        repetition_penalty: > 1 discourages tokens of the prompt and the output, (0, 100].
+        presence_penalty: subtracted once from every token already in the output, [-2, 2].
+        frequency_penalty: subtracted per occurrence in the output, [-2, 2].
+        seed: makes the request repeatable whatever else is in the batch; ``None`` draws one.
+        max_tokens: most tokens to generate; ``None`` is as many as the context allows.
+        min_tokens: no end-of-sequence or stop token id before this many.
+        stop: string or strings that end the answer; not part of the text unless
+            ``include_stop_str_in_output``.
+        stop_token_ids: token ids that end the answer.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        logprobs: report the log-probability of each token and of this many alternatives.
+        prompt_logprobs: the same for the prompt; such a request reads no cached prefix.
+        logit_bias: added to the logits of token ids, [-100, 100].
+        allowed_token_ids: only these may be sampled.
+        bad_words: words that must not be generated.
+        structured_outputs: not supported yet, refused.
+        priority: lower is served first under the priority policy.
+        cache_salt: only requests with the same salt share cached prefixes.
+        detokenize: produce text as well as token ids.
+
+    Raises:
+        InvalidRequestError: a value is out of range; ``param`` names the field.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: Any = None
+    priority: int = 0
+    cache_salt: str | None = None
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, 128)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, 128)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        self._check_stops()
+        self._check_token_lists()
+        _integer("priority", self.priority, -(2**31), 2**31 - 1)
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise InvalidRequestError("cache_salt must be a non-empty string", "cache_salt")
+        if self.structured_outputs is not None:
+            raise InvalidRequestError(
+                "structured_outputs is not supported yet; leave it out and check the answer instead",
+                "structured_outputs",
+            )
+
+    def _check_stops(self) -> None:
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError("stop must be a non-empty string or a list of them", "stop")
+        if self.stop_strings and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", "stop")
+
+    def _check_token_lists(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _integer(name, token_id, 0, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token_id, 0, None)
+            _number("logit_bias", bias, -100.0, 100.0)
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not word:
+                raise InvalidRequestError("bad_words must be non-empty strings", "bad_words")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, empty when not set."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated."""
+        return self.best_of if self.best_of is not None else self.n
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    if not good or (high is not None and value > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} must be an integer {limits}, not {value!r}", name)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}", name)

@@ -1,0 +1,102 @@
+"""StepPlan and StepOutput: all that passes between scheduler and runner, as plain data.
+
+Both round-trip through msgpack, so that a runner may live in another process.
+"""
+
+import msgspec
+
+from mlx_paged_attention.sampling.params import RowSampling
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A request the runner has not seen, or must see afresh after a preemption.
+
+    Attributes:
+        token_ids: every token known so far: the prompt and, after a preemption, the output.
+        num_prompt_tokens: how many of them are prompt.
+        sampling: how its rows are turned into tokens.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: RowSampling
+
+
+class PlannedRow(msgspec.Struct, frozen=True):
+    """What one request computes in one step.
+
+    Attributes:
+        token_ids: the tokens to compute, at positions ``start``, ``start + 1``, ...
+        new_block_ids: ids to append to the request's block table before the step.
+        write_from: positions below it already hold their keys and values in a published
+            block and must not be written (a fully cached prompt recomputes its last token).
+        sample: whether the last token's logits become a new token.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    new_block_ids: list[int]
+    write_from: int
+    sample: bool
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step: rows in the order in which they must be able to see each other's writes.
+
+    Attributes:
+        new: requests that enter (or re-enter) the runner with this step.
+        rows: at most one per request; a row may read blocks that an earlier row writes.
+        released: requests whose runner state may be dropped before the step (finished,
+            aborted or preempted since the last plan).
+    """
+
+    step: int
+    new: list[NewRow]
+    rows: list[PlannedRow]
+    released: list[str]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this step computes."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities (natural log, of the raw logits) at one position.
+
+    Attributes:
+        token_id: the token that stands there.
+        logprob: its log-probability.
+        rank: 1 for the most likely token.
+        top: the k most likely ``(token id, logprob)`` pairs, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class RowOutput(msgspec.Struct, frozen=True):
+    """What a step yields for one request.
+
+    Attributes:
+        token_ids: the 0..k tokens sampled.
+        logprobs: one entry per sampled token, or ``None`` if not asked for.
+        prompt_logprobs: entries for the prompt positions ``start + 1`` ... that this step's
+            logits score, or ``None`` if not asked for.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """The rows of a step that have something to report, in plan order."""
+
+    step: int
+    rows: list[RowOutput]
