@@ -1,0 +1,300 @@
+"""Load a model's weights into an unmodified mlx-lm model."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import psutil
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged_attention.models.fingerprint import model_fingerprint
+from mlx_paged_attention.models.gguf import (
+    GROUP_SIZE,
+    bits_of,
+    config_from_gguf,
+    eos_token_ids,
+    weights_from_gguf,
+)
+from mlx_paged_attention.models.gguf_header import GGUFHeader
+from mlx_paged_attention.models.source import ModelSource, checked_gguf_header, weight_files
+
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
+_ASSUMED_CONTEXT = 4096
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what the engine needs to know about it.
+
+    Attributes:
+        model: mlx-lm's module, its weights in memory.
+        config: the model's configuration, as mlx-lm reads it.
+        dtype: floating-point type of activations, and so of keys and values.
+        quantisation: how linear layers are held, such as ``"4-bit"``; ``None`` if as plain floats.
+        fingerprint: 64 hex digits that change with whatever changes keys and values.
+        vocab_size: width of the logits.
+        max_model_len: longest context the model was made for, in tokens.
+        eos_token_ids: tokens that end a generation.
+        generation_config: content of ``generation_config.json``, or empty.
+        notes: what loading changed or assumed, one line each, for a person.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    dtype: str
+    quantisation: str | None
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    generation_config: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
+    """Load the model of ``source`` for ``device``, in the calling thread.
+
+    On a CPU every weight becomes float32 (quantised and half-precision matmuls are 10 to 100 times
+    slower there); on a GPU quantised layers stay quantised and ``"auto"`` keeps the checkpoint's type.
+
+    Args:
+        source: of ``resolve``.
+        dtype: ``"auto"``, ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        device: ``"cpu"`` or ``"gpu"``.
+
+    Raises:
+        UnsupportedModelError: mlx-lm does not know the architecture or number format, or the
+            dtype cannot be run on the device.
+        ModelLoadError: files do not fit the architecture, or memory is too small.
+    """
+    if device == "cpu" and dtype not in ("auto", "float32"):
+        raise UnsupportedModelError(
+            f"dtype {dtype} is not run on a CPU, where it is 10 to 100 times slower than float32: use auto or float32"
+        )
+    # MLX puts every operation on the default device; loading must not run on the other one.
+    with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
+        load = _load_gguf if source.kind == "gguf" else _load_directory
+        return load(source.path, dtype, device)
+
+
+def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
+    files = weight_files(path)
+    if device == "gpu":
+        _require_memory(sum(file.stat().st_size for file in files), device)
+    raw_config = _read_json(path / "config.json")
+    try:
+        # Lazy: shapes are checked, but no weight is read before we know that it fits.
+        model, config = mlx_lm_utils.load_model(path, lazy=True, trust_remote_code=False)
+    except Exception as error:
+        raise _load_error(path, raw_config, error) from error
+    notes: list[str] = []
+    quantisation = _quantisation(model)
+    if device == "cpu":
+        _require_memory(_float32_bytes(model), device)
+        model.set_dtype(mx.float32)
+        if quantisation is not None:
+            model = mlx_lm_utils.dequantize_model(model)
+            notes.append(f"the {quantisation} weights were expanded to float32, which is faster on a CPU")
+            quantisation = _quantisation(model)
+    elif dtype != "auto":
+        _cast(model, dtype)
+    _evaluate(model)
+    generation_config = _read_json(path / "generation_config.json")
+    return LoadedModel(
+        model=model,
+        config=config,
+        dtype=(final := _float_type(model)),
+        quantisation=quantisation,
+        fingerprint=model_fingerprint(files, raw_config, final),
+        vocab_size=_vocab_size(config, model),
+        max_model_len=_max_model_len(config, notes),
+        eos_token_ids=_eos_ids(raw_config, raw_config.get("text_config") or {}, generation_config),
+        generation_config=generation_config,
+        notes=notes,
+    )
+
+
+def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
+    header = checked_gguf_header(path)
+    config = config_from_gguf(header)
+    expand = device == "cpu"
+    # MLX reads the whole file before anything can be expanded.
+    expanded = sum(tensor.size for tensor in header.tensors) * 4 if expand else 0
+    _require_memory(header.file_size + expanded, device)
+    types = Counter(tensor.type for tensor in header.tensors if tensor.type.startswith("Q"))
+    stored = types.most_common(1)[0][0] if types else None
+    notes: list[str] = []
+    try:
+        weights, additions = weights_from_gguf(path, config, expand=expand)
+        config.update(additions)
+        model = _build(config, weights)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise _load_error(path, config, error) from error
+    if not expand:
+        _cast(model, _gguf_float_type(header) if dtype == "auto" else dtype)
+    elif stored is not None:
+        notes.append(f"the {stored} weights were expanded to float32, which is faster on a CPU")
+    _evaluate(model)
+    final = _float_type(model)
+    return LoadedModel(
+        model=model,
+        config=config,
+        dtype=final,
+        quantisation=None if expand else stored,
+        fingerprint=model_fingerprint([path], config, final),
+        vocab_size=config["vocab_size"],
+        max_model_len=_max_model_len(config, notes),
+        eos_token_ids=eos_token_ids(header),
+        generation_config={},
+        notes=notes,
+    )
+
+
+def _build(config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
+    """mlx-lm's model for ``config`` with ``weights``, quantised where they are."""
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    model: nn.Module = model_class(args_class.from_dict(config))
+    weights = model.sanitize(weights)
+
+    def layer_format(name: str, _module: nn.Module) -> bool | dict[str, Any]:
+        scales = weights.get(f"{name}.scales")
+        if scales is None:
+            return False
+        return {"group_size": GROUP_SIZE, "bits": bits_of(weights[f"{name}.weight"], scales)}
+
+    nn.quantize(model, class_predicate=layer_format)
+    model.eval()
+    model.load_weights(list(weights.items()), strict=True)
+    return model
+
+
+def _load_error(path: Path, config: dict[str, Any], error: Exception) -> ModelLoadError:
+    """mlx-lm's exception as one line of ours, its text kept."""
+    text = " ".join(str(error).split())[:400]
+    model_type = config.get("model_type")
+    if isinstance(error, ValueError) and f"Model type {model_type} not supported" in text:
+        return UnsupportedModelError(f"{path}: the installed mlx-lm does not know model type {model_type!r}")
+    return ModelLoadError(f"cannot load {path} as {model_type!r}: {type(error).__name__}: {text}")
+
+
+def _require_memory(needed: int, device: str) -> None:
+    free = psutil.virtual_memory().available
+    where = "memory"
+    if device == "gpu" and not mx.metal.is_available():
+        free, where = int(mx.device_info().get("free_memory", needed)), "GPU memory"
+    if needed > free:
+        raise ModelLoadError(
+            f"the model needs {needed / 1e9:.1f} GB of {where} for its weights, {free / 1e9:.1f} GB are free: "
+            "close other programs or take a smaller model"
+        )
+
+
+def _float32_bytes(model: nn.Module) -> int:
+    """Size of all parameters once every one is a plain float32 array, in bytes."""
+    packed = {name.rpartition(".")[0] for name, _ in _parameters(model) if name.endswith(".scales")}
+    modules = dict(model.named_modules())
+    total = 0
+    for name, array in _parameters(model):
+        owner, _, leaf = name.rpartition(".")
+        if owner in packed and leaf in ("scales", "biases"):
+            continue
+        per_item = 32 // modules[owner].bits if owner in packed and leaf == "weight" else 1
+        total += array.size * per_item * 4
+    return total
+
+
+def _cast(model: nn.Module, dtype: str) -> None:
+    # Some models name parameters that must keep their precision, such as a router's bias.
+    keep = getattr(model, "cast_predicate", lambda _name: True)
+    target = getattr(mx, dtype)
+    model.load_weights(
+        [
+            (name, array.astype(target) if mx.issubdtype(array.dtype, mx.floating) and keep(name) else array)
+            for name, array in _parameters(model)
+        ]
+    )
+
+
+def _evaluate(model: nn.Module) -> None:
+    # One array at a time, so that packed and expanded weights are never all in memory together.
+    for _, array in _parameters(model):
+        mx.eval(array)
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.parameters())  # type: ignore[return-value]
+
+
+def _quantisation(model: nn.Module) -> str | None:
+    formats = Counter(
+        f"{module.bits}-bit"
+        for _, module in model.named_modules()
+        if "scales" in module and hasattr(module, "bits")
+    )
+    return formats.most_common(1)[0][0] if formats else None
+
+
+def _float_type(model: nn.Module) -> str:
+    """The type of most floating-point parameters, which is that of the activations."""
+    counts: Counter[str] = Counter()
+    for _, array in _parameters(model):
+        counts[str(array.dtype).removeprefix("mlx.core.")] += 1
+    return max(_FLOATS, key=lambda name: counts[name])
+
+
+def _gguf_float_type(header: GGUFHeader) -> str:
+    """float32 if every tensor is; else float16, the type of GGUF's halves and scales."""
+    return "float32" if all(tensor.type == "F32" for tensor in header.tensors) else "float16"
+
+
+def _vocab_size(config: dict[str, Any], model: nn.Module) -> int:
+    for holder in (config, config.get("text_config") or {}):
+        if isinstance(size := holder.get("vocab_size"), int):
+            return size
+    size = getattr(getattr(model, "args", None), "vocab_size", None)
+    if not isinstance(size, int):
+        raise UnsupportedModelError(f"model type {config.get('model_type')!r} states no vocab_size")
+    return size
+
+
+def _max_model_len(config: dict[str, Any], notes: list[str]) -> int:
+    for holder in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            if isinstance(length := holder.get(key), int) and length > 0:
+                return length
+    notes.append(f"the configuration states no context length: {_ASSUMED_CONTEXT} tokens are assumed")
+    return _ASSUMED_CONTEXT
+
+
+def _eos_ids(*configs: dict[str, Any]) -> list[int]:
+    ids: list[int] = []
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return list(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    return value

@@ -1,0 +1,196 @@
+"""From what a person calls a model to files on this machine, checked as far as possible without MLX."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged_attention.models.default_model import DEFAULT_MODEL_NAME, fetch_default_model
+from mlx_paged_attention.models.gguf_header import LOADABLE_TYPES, GGUFHeader, read_gguf_header
+
+# What a model needs to run; Python files and pickled weights are never fetched.
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_SAFETENSORS_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's files.
+
+    Attributes:
+        kind: ``"directory"`` (``config.json`` and safetensors) or ``"gguf"``.
+        path: the directory, or the ``.gguf`` file.
+        name: what requests call the model: repo id, directory name or file name without ``.gguf``.
+    """
+
+    kind: Literal["directory", "gguf"]
+    path: Path
+    name: str
+
+
+def resolve(model: str | None, *, progress: bool = True) -> ModelSource:
+    """Find or fetch a model, and check that its files are whole.
+
+    Args:
+        model: a directory, a ``.gguf`` file, a Hugging Face repo id; ``None`` is the default model.
+        progress: show progress bars (on stderr) while fetching.
+
+    Raises:
+        ModelLoadError: it cannot be found or fetched, or its files are incomplete.
+        UnsupportedModelError: it wants to run its own Python, or has a number format that
+            cannot be loaded.
+    """
+    if model is None:
+        source = ModelSource("gguf", fetch_default_model(progress=progress), DEFAULT_MODEL_NAME)
+    else:
+        source = _named(model, progress)
+    if source.kind == "gguf":
+        checked_gguf_header(source.path)
+    else:
+        check_directory(source.path)
+    return source
+
+
+def _named(model: str, progress: bool) -> ModelSource:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelSource("directory", path, path.resolve().name)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelLoadError(f"{model} is a file but not a .gguf file; give the directory it lies in")
+        return ModelSource("gguf", path, path.stem)
+    if path.suffix.lower() == ".gguf":
+        raise ModelLoadError(f"there is no file {model}")
+    if not _REPO_ID.fullmatch(model):
+        raise ModelLoadError(f"{model!r} is neither a directory, a .gguf file nor a Hugging Face repo id")
+    return ModelSource("directory", _download(model, progress), model)
+
+
+def _download(repo: str, progress: bool) -> Path:
+    import huggingface_hub  # takes half a second to import: only those who fetch pay for it
+    from huggingface_hub import errors
+    from tqdm.auto import tqdm
+
+    class Silent(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    try:
+        path = huggingface_hub.snapshot_download(
+            repo, allow_patterns=_HUB_PATTERNS, tqdm_class=None if progress else Silent
+        )
+    except errors.GatedRepoError as error:
+        raise ModelLoadError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and log in with 'hf auth login'"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"there is no directory {repo} here and no such repo on Hugging Face (or it is private: 'hf auth login')"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelLoadError(f"{repo!r} is neither a directory here nor a Hugging Face repo id") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"cannot reach Hugging Face to fetch {repo}, and it is not in the local cache: check the network, "
+            "or give a directory or .gguf file"
+        ) from error
+    except Exception as error:  # the client lets many kinds through: HTTP, TLS, disk full
+        raise ModelLoadError(f"cannot fetch {repo} from Hugging Face: {_one_line(error)}") from error
+    return Path(path)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_directory(path: Path) -> None:
+    """Raise ``ModelLoadError`` unless ``path`` holds a configuration and complete safetensors files."""
+    config = _read_json(path / "config.json")
+    if (model_file := config.get("model_file")) is not None:
+        raise UnsupportedModelError(
+            f"{path} wants to run its own Python ({model_file}); only architectures of mlx-lm are run"
+        )
+    if "model_type" not in config:
+        raise ModelLoadError(f"{path / 'config.json'} names no model_type")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelLoadError(f"{index} has no weight_map")
+        missing = sorted({str(shard) for shard in weight_map.values() if not (path / str(shard)).is_file()})
+        if missing:
+            shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            raise ModelLoadError(f"{path} lacks {shown}, which its index names: download it again")
+    for shard in weight_files(path):
+        _check_safetensors(shard)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory that mlx-lm loads.
+
+    Raises:
+        ModelLoadError: there are none.
+    """
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
+        raise ModelLoadError(
+            f"{path} holds no model*.safetensors; convert other formats with 'mlx_lm.convert'"
+        )
+    return files
+
+
+def checked_gguf_header(path: Path) -> GGUFHeader:
+    """The header of a GGUF file whose tensors are complete and can all be loaded.
+
+    Raises:
+        ModelLoadError: the file is damaged or cut short.
+        UnsupportedModelError: a tensor has a type that cannot be loaded.
+    """
+    header = read_gguf_header(path)
+    refused = sorted({tensor.type for tensor in header.tensors if tensor.nbytes is None})
+    if refused:
+        raise UnsupportedModelError(
+            f"{path} has tensors of type {', '.join(refused)}; these can be loaded: {', '.join(LOADABLE_TYPES)}"
+        )
+    end = max((tensor.offset + (tensor.nbytes or 0) for tensor in header.tensors), default=0)
+    if end == 0:
+        raise ModelLoadError(f"{path} holds no tensors")
+    if end > header.file_size:
+        raise ModelLoadError(
+            f"{path} is cut short: its tensors end at byte {end}, the file at {header.file_size}; download it again"
+        )
+    return header
+
+
+def _check_safetensors(path: Path) -> None:
+    # Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data).
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_SAFETENSORS_HEADER):
+            raise ModelLoadError(f"{path} is cut short or no safetensors file; download it again")
+        try:
+            entries = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
+            end = 8 + length + max(ends, default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ModelLoadError(f"the header of {path} is damaged; download it again") from error
+    if end != size:
+        raise ModelLoadError(
+            f"{path} has {size} bytes, its header promises {end}: it is cut short or damaged; download it again"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a model directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path}: {_one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} is not a JSON object")
+    return value
