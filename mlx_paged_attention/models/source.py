@@ -84,18 +84,20 @@ def _download(repo: str, progress: bool) -> Path:
         )
     except errors.GatedRepoError as error:
         raise ModelLoadError(
-            f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and log in with 'hf auth login'"
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo} "
+            "and log in with 'hf auth login'"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"there is no directory {repo} here and no such repo on Hugging Face (or it is private: 'hf auth login')"
+            f"there is no directory {repo} here and no such repo on Hugging Face "
+            "(or it is private: 'hf auth login')"
         ) from error
     except errors.HFValidationError as error:
         raise ModelLoadError(f"{repo!r} is neither a directory here nor a Hugging Face repo id") from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelLoadError(
-            f"cannot reach Hugging Face to fetch {repo}, and it is not in the local cache: check the network, "
-            "or give a directory or .gguf file"
+            f"cannot reach Hugging Face to fetch {repo}, and it is not in the local cache: "
+            "check the network, or give a directory or .gguf file"
         ) from error
     except Exception as error:  # the client lets many kinds through: HTTP, TLS, disk full
         raise ModelLoadError(f"cannot fetch {repo} from Hugging Face: {_one_line(error)}") from error
@@ -153,14 +155,16 @@ def checked_gguf_header(path: Path) -> GGUFHeader:
     refused = sorted({tensor.type for tensor in header.tensors if tensor.nbytes is None})
     if refused:
         raise UnsupportedModelError(
-            f"{path} has tensors of type {', '.join(refused)}; these can be loaded: {', '.join(LOADABLE_TYPES)}"
+            f"{path} has tensors of type {', '.join(refused)}; "
+            f"these can be loaded: {', '.join(LOADABLE_TYPES)}"
         )
     end = max((tensor.offset + (tensor.nbytes or 0) for tensor in header.tensors), default=0)
     if end == 0:
         raise ModelLoadError(f"{path} holds no tensors")
     if end > header.file_size:
         raise ModelLoadError(
-            f"{path} is cut short: its tensors end at byte {end}, the file at {header.file_size}; download it again"
+            f"{path} is cut short: its tensors end at byte {end}, the file at {header.file_size}; "
+            "download it again"
         )
     return header
 
@@ -180,7 +184,8 @@ def _check_safetensors(path: Path) -> None:
             raise ModelLoadError(f"the header of {path} is damaged; download it again") from error
     if end != size:
         raise ModelLoadError(
-            f"{path} has {size} bytes, its header promises {end}: it is cut short or damaged; download it again"
+            f"{path} has {size} bytes, its header promises {end}: it is cut short or damaged; "
+            "download it again"
         )
 
 
