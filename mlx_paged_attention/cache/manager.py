@@ -1,0 +1,320 @@
+"""KVCacheManager: which blocks each request holds, and which of a prompt's blocks exist already."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from mlx_paged_attention.cache.block import Block
+from mlx_paged_attention.cache.block_hash import BlockHasher
+from mlx_paged_attention.cache.block_pool import BlockPool
+from mlx_paged_attention.cache.events import CacheEvent
+from mlx_paged_attention.cache.hit_rate import HitRateWindow
+
+FullHit = Literal["one_token", "recompute_block"]
+
+
+class CachedRequest(Protocol):
+    """What the manager reads of a request; it changes none of it."""
+
+    request_id: str
+    token_ids: list[int]
+    num_computed_tokens: int
+    num_preemptions: int
+    block_hashes: list[bytes]
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The published blocks at the start of a request's tokens.
+
+    Attributes:
+        block_ids: in table order.
+        num_tokens: tokens that need not be computed. One less than the blocks hold if they hold
+            the whole sequence: its last token is computed again, for its logits.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Lookups of admitted requests, in requests and tokens. ``preempted_*``: those of resumed ones."""
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+
+@dataclass(slots=True)
+class _BlockTable:
+    """One request's blocks.
+
+    Attributes:
+        num_slots: tokens it has room assigned for.
+        num_published: leading blocks that were found or made published.
+    """
+
+    blocks: list[Block]
+    num_slots: int
+    num_published: int
+
+
+class KVCacheManager:
+    """Gives requests block tables out of one pool.
+
+    Args:
+        num_blocks: blocks in the pool, the null block included.
+        block_size: tokens per block.
+        enable_caching: publish full blocks and find them again.
+        root_hash: parent digest of all first blocks, see ``block_hash.root_hash``.
+        full_hit: what a wholly cached prompt computes. ``"one_token"`` computes its last token
+            without writing it; ``"recompute_block"`` computes its last block into a new block.
+        on_evict: called with block id and digest just before a published block is reused.
+        enable_events: record ``CacheEvent`` values for ``take_events``.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_caching: bool,
+        root_hash: bytes,
+        full_hit: FullHit = "one_token",
+        on_evict: Callable[[int, bytes], None] | None = None,
+        enable_events: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.hasher = BlockHasher(block_size, root_hash)
+        self.pool = BlockPool(num_blocks, on_evict=on_evict, enable_events=enable_events)
+        self.stats = PrefixCacheStats()
+        self.hit_rate = HitRateWindow()
+        self._full_hit = full_hit
+        self._tables: dict[str, _BlockTable] = {}
+        self._published: list[tuple[int, bytes]] = []
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks no request holds, cached ones included."""
+        return self.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that carry a published prefix."""
+        return self.pool.num_cached
+
+    @property
+    def usage(self) -> float:
+        """Held share of the usable blocks, 0 to 1."""
+        return self.pool.usage
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_missing_blocks(self, request: CachedRequest) -> int:
+        """Blocks the request still needs for all the tokens it knows."""
+        table = self._tables.get(request.request_id)
+        held = len(table.blocks) if table else 0
+        return max(0, self.num_blocks_for(len(request.token_ids)) - held)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The request's block table; empty if it holds nothing."""
+        table = self._tables.get(request_id)
+        return [block.block_id for block in table.blocks] if table else []
+
+    def get_computed_blocks(self, request: CachedRequest) -> PrefixHit:
+        """The longest published prefix of the request's tokens. Takes nothing."""
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return PrefixHit()
+        num_tokens = len(request.token_ids)
+        hashes = request.block_hashes
+        if self._full_hit == "recompute_block":
+            hashes = hashes[: (num_tokens - 1) // self.block_size]
+        block_ids = []
+        for block_hash in hashes:
+            block = self.pool.get_cached_block(block_hash)
+            if block is None:
+                break
+            block_ids.append(block.block_id)
+        return PrefixHit(tuple(block_ids), min(len(block_ids) * self.block_size, num_tokens - 1))
+
+    def allocate_slots(
+        self,
+        request: CachedRequest,
+        num_new_tokens: int,
+        hit: PrefixHit | None = None,
+        *,
+        whole_sequence: bool = False,
+        reserved_blocks: int = 0,
+    ) -> list[int] | None:
+        """Makes room for the next ``num_new_tokens`` tokens and publishes the blocks they fill.
+
+        The blocks are published before they are written: whoever finds them must run after the
+        step that writes them, or later in the same step.
+
+        Args:
+            hit: what ``get_computed_blocks`` found; only for a request that holds no blocks. The
+                new tokens follow it.
+            whole_sequence: succeed only if all tokens known now would fit.
+            reserved_blocks: free blocks that must be left to others.
+
+        Returns:
+            The ids to append to the request's table, hits first; ``None`` if it does not fit, in
+            which case nothing has changed.
+        """
+        if num_new_tokens < 1:
+            raise ValueError(f"num_new_tokens must be at least 1, not {num_new_tokens}")
+        pool, size = self.pool, self.block_size
+        table = self._tables.get(request.request_id)
+        if table is not None:
+            if hit is not None:
+                raise ValueError(f"request {request.request_id} holds blocks and cannot take a prefix hit")
+            computed = request.num_computed_tokens
+            held = len(table.blocks)
+            hit_blocks: list[Block] = []
+        else:
+            computed = hit.num_tokens if hit is not None else request.num_computed_tokens
+            hit_blocks = [pool.blocks[block_id] for block_id in hit.block_ids] if hit is not None else []
+            held = len(hit_blocks)
+        num_slots = computed + num_new_tokens
+        num_new_blocks = max(0, -(-num_slots // size) - held)
+
+        if num_new_blocks or hit_blocks or whole_sequence:
+            required = num_new_blocks
+            if whole_sequence:
+                required = max(required, self.num_blocks_for(len(request.token_ids)) - held)
+            required += sum(block.ref_count == 0 for block in hit_blocks)
+            if required > pool.num_free - reserved_blocks:
+                return None
+
+        if table is None:
+            pool.touch(hit_blocks)
+            table = _BlockTable(hit_blocks, 0, len(hit_blocks))
+            self._tables[request.request_id] = table
+            if hit is not None:
+                self._record_lookup(request, hit)
+            added = 0
+        else:
+            added = held
+        if num_new_blocks:
+            table.blocks.extend(pool.get_new_blocks(num_new_blocks))
+        table.num_slots = num_slots
+
+        # Tokens beyond the known ones are guesses that may be taken back: not published.
+        num_full = min(num_slots, len(request.token_ids)) // size
+        if self.enable_caching and num_full > table.num_published:
+            self._publish(request, table, num_full)
+        return [block.block_id for block in table.blocks[added:]]
+
+    def rollback(self, request_id: str, num_tokens: int) -> list[int]:
+        """Takes back the slots above ``num_tokens`` and frees the blocks that held nothing else.
+
+        Returns:
+            The ids freed, to be cut off the end of the request's table.
+
+        Raises:
+            ValueError: the slots were never given, or lie in a published block, whose contents
+                others may be reading.
+        """
+        table = self._tables[request_id]
+        if num_tokens > table.num_slots:
+            raise ValueError(f"cannot roll {request_id} back to {num_tokens}: it has {table.num_slots} slots")
+        if num_tokens < table.num_published * self.block_size:
+            raise ValueError(f"cannot roll {request_id} back to {num_tokens}: published blocks are final")
+        keep = self.num_blocks_for(num_tokens)
+        cut = table.blocks[keep:]
+        del table.blocks[keep:]
+        table.num_slots = num_tokens
+        self.pool.free_blocks(reversed(cut))
+        return [block.block_id for block in cut]
+
+    def free(self, request_id: str) -> None:
+        """Gives the request's blocks back; published ones can be found until they are reused."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            self.pool.free_blocks(reversed(table.blocks))
+
+    def unpublish(self, block_ids: list[int]) -> None:
+        """Makes blocks unfindable: their contents were not, or will not be, written as promised."""
+        self.pool.unpublish(block_ids)
+
+    def unpublish_from(self, request_id: str, num_tokens: int) -> None:
+        """Makes the request's blocks from position ``num_tokens`` on unfindable."""
+        table = self._tables[request_id]
+        first = num_tokens // self.block_size
+        self.pool.unpublish(block.block_id for block in table.blocks[first:])
+        table.num_published = min(table.num_published, first)
+
+    def take_published(self) -> list[tuple[int, bytes]]:
+        """Block id and digest of each block published since the last call."""
+        published, self._published = self._published, []
+        return published
+
+    def is_published(self, block_id: int, block_hash: bytes) -> bool:
+        """Whether this block is published under this digest."""
+        return self.pool.blocks[block_id].block_hash == block_hash
+
+    def reset_prefix_cache(self) -> bool:
+        """Unpublishes everything; ``False``, and nothing done, while any request holds blocks."""
+        return self.pool.reset()
+
+    def take_events(self) -> list[CacheEvent]:
+        """The events since the last call, oldest first."""
+        return self.pool.take_events()
+
+    def check(self) -> None:
+        """Asserts every invariant of tables and pool; O(blocks), for tests."""
+        self.pool.check()
+        owners = dict.fromkeys(range(1, len(self.pool.blocks)), 0)
+        for request_id, table in self._tables.items():
+            assert len(table.blocks) == self.num_blocks_for(table.num_slots), request_id
+            ids = [block.block_id for block in table.blocks]
+            assert len(set(ids)) == len(ids), f"{request_id} holds a block twice"
+            assert table.num_published * self.block_size <= table.num_slots
+            for block in table.blocks[table.num_published :]:
+                assert block.block_hash is None, f"{block} is published but not full"
+            for block_id in ids:
+                owners[block_id] += 1
+        for block in self.pool.blocks[1:]:
+            assert block.ref_count == owners[block.block_id], block
+
+    def _publish(self, request: CachedRequest, table: _BlockTable, num_full: int) -> None:
+        first, size = table.num_published, self.block_size
+        hashes = request.block_hashes[first:num_full]
+        blocks = table.blocks[first:num_full]
+        self.pool.publish(
+            blocks,
+            hashes,
+            parent_hash=request.block_hashes[first - 1] if first else None,
+            token_ids=request.token_ids[first * size : num_full * size],
+        )
+        table.num_published = num_full
+        self._published += [(block.block_id, key) for block, key in zip(blocks, hashes, strict=True)]
+
+    def _record_lookup(self, request: CachedRequest, hit: PrefixHit) -> None:
+        # Counted on admission, not on every attempt of a request that waits for room.
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return
+        queries = len(request.token_ids)
+        if request.num_preemptions:
+            self.stats.preempted_requests += 1
+            self.stats.preempted_queries += queries
+            self.stats.preempted_hits += hit.num_tokens
+            return
+        self.stats.requests += 1
+        self.stats.queries += queries
+        self.stats.hits += hit.num_tokens
+        self.hit_rate.observe(1, queries, hit.num_tokens)

@@ -1,0 +1,377 @@
+"""Scheduler: decides, step by step, which tokens of which requests are computed.
+
+There is no prefill phase and no decode phase. Every request knows some tokens and has computed some of
+them; a step hands out a budget of tokens to close the gaps: first to the running requests, then to
+waiting ones as far as blocks allow. A running request that finds no free block takes them from the
+request that is served last, which starts again later (preemption by recompute).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mlx_paged_attention.cache.manager import KVCacheManager
+from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
+from mlx_paged_attention.scheduler.request import Request, RequestStatus
+from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepOutput, StepPlan
+from mlx_paged_attention.scheduler.stop import check_stop
+
+
+@dataclass(slots=True)
+class _Scheduled:
+    """A request's share of the step under construction; ``write_from`` as in ``PlannedRow``."""
+
+    request: Request
+    num_tokens: int
+    new_block_ids: list[int]
+    write_from: int
+
+
+class Scheduler:
+    """Plans steps and takes in what they produced.
+
+    ``schedule`` may be called again before the output of the plan before has come back, as long as
+    plans run, and their outputs return, in order.
+
+    Args:
+        manager: the blocks; nobody else may allocate from it.
+        max_num_seqs: most requests running at once.
+        max_num_batched_tokens: most tokens computed in one step.
+        max_model_len: longest sequence, prompt and output, in tokens.
+        policy: who is served first and preempted last: ``"fcfs"`` by order of arrival,
+            ``"priority"`` by lowest ``Request.priority``, then earliest ``Request.arrival_time``.
+        long_prefill_token_threshold: most tokens one request computes per step; 0 is no limit.
+        enable_chunked_prefill: spread a prompt over steps when it exceeds the budget left.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Policy = "fcfs",
+        long_prefill_token_threshold: int = 0,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise InvalidRequestError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({max_num_seqs}): every running request needs one token per step",
+                "max_num_batched_tokens",
+            )
+        if not enable_chunked_prefill and (
+            max_num_batched_tokens < max_model_len or long_prefill_token_threshold
+        ):
+            raise InvalidRequestError(
+                "without chunked prefill a prompt is computed in one step: max_num_batched_tokens "
+                f"({max_num_batched_tokens}) must be at least max_model_len ({max_model_len}) and "
+                f"long_prefill_token_threshold ({long_prefill_token_threshold}) must be 0",
+                "enable_chunked_prefill",
+            )
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.policy = policy
+        self.running: list[Request] = []
+        self.waiting = make_waiting_queue(policy)
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self._threshold = long_prefill_token_threshold or max_num_batched_tokens
+        self._chunked = enable_chunked_prefill
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+        self._released: list[str] = []
+        # What each step that has not come back was to write into published blocks.
+        self._in_flight: dict[int, list[tuple[int, bytes]]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not running, preempted ones included."""
+        return len(self.waiting)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    # Requests come and go
+
+    def check_fits(self, request: Request) -> None:
+        """Refuses what could never be served, so that it cannot block the queue.
+
+        Raises:
+            RequestTooLongError: with the size asked for and the limit.
+        """
+        prompt = request.num_prompt_tokens
+        if prompt >= self.max_model_len:
+            raise RequestTooLongError(
+                f"the prompt has {prompt} tokens; with max_model_len {self.max_model_len} it can have at "
+                f"most {self.max_model_len - 1}. Shorten the prompt or raise max_model_len",
+                "prompt",
+            )
+        longest = min(prompt + request.max_tokens, self.max_model_len)
+        needed, usable = self.manager.num_blocks_for(longest), self.manager.num_usable_blocks
+        if needed > usable:
+            size = self.manager.block_size
+            raise RequestTooLongError(
+                f"prompt and answer together may take {longest} tokens, that is {needed} KV blocks of {size}; "
+                f"the pool has {usable} ({usable * size} tokens). Shorten the prompt, lower max_tokens or "
+                "enlarge the pool",
+                "max_tokens",
+            )
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestTooLongError: see ``check_fits``.
+            InvalidRequestError: its id belongs to a request that is still alive.
+        """
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", "request_id")
+        self.check_fits(request)
+        if self.manager.enable_caching:
+            request.start_hashing(self.manager.hasher)
+        request.arrival_order = self._num_arrived
+        self._num_arrived += 1
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Ends requests at once and returns those that were still alive."""
+        return self._finish_all(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def finish_request(self, request_id: str, stop_reason: str | int | None) -> None:
+        """Ends a request whose stop was found outside, in its text. Nothing if it has ended already."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, RequestStatus.FINISHED_STOPPED, stop_reason)
+
+    # A step
+
+    def schedule(self) -> StepPlan:
+        """The next step. Its rows are counted as computed from now on.
+
+        A plan without rows need not be run; it takes nothing away from the next one.
+        """
+        shares: dict[str, _Scheduled] = {}
+        budget, preempted = self._schedule_running(shares)
+        new: list[NewRow] = []
+        if not preempted:
+            new = self._schedule_waiting(shares, budget)
+
+        rows = []
+        for share in shares.values():
+            request, start = share.request, share.request.num_computed_tokens
+            end = start + share.num_tokens
+            rows.append(
+                PlannedRow(
+                    request.request_id,
+                    request.token_ids[start:end],
+                    start,
+                    share.new_block_ids,
+                    share.write_from,
+                    end == len(request.token_ids),
+                )
+            )
+            request.num_computed_tokens = end
+        if not rows:
+            return StepPlan(self.num_steps, [], [], [])
+        plan = StepPlan(self.num_steps, new, rows, self._released)
+        self._released = []
+        self._in_flight[plan.step] = self.manager.take_published()
+        self.num_steps += 1
+        return plan
+
+    def update(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, list[int]]]:
+        """Takes in what a step sampled and ends the requests that are complete.
+
+        Returns:
+            For every output row of a request that was still alive, in plan order, the request and
+            its accepted tokens: those up to the one that ends it, and none if the row was
+            overtaken by a recomputation after a preemption.
+        """
+        self._in_flight.pop(plan.step, None)
+        planned = {row.request_id: row for row in plan.rows}
+        results = []
+        for row_output in output.rows:
+            request = self._requests.get(row_output.request_id)
+            if request is None:
+                continue
+            row = planned[row_output.request_id]
+            accepted = []
+            # A request preempted in flight may have been planned again before this came back;
+            # whichever output comes first fills the position.
+            if row.start + len(row.token_ids) == request.num_tokens:
+                for token_id in row_output.token_ids:
+                    request.append_token(token_id)
+                    accepted.append(token_id)
+                    stop = check_stop(request, self.max_model_len)
+                    if stop is not None:
+                        self._finish(request, *stop)
+                        break
+            results.append((request, accepted))
+        return results
+
+    def fail_step(self, plan: StepPlan) -> list[Request]:
+        """Cleans up after a step that raised: what it was to write is garbage.
+
+        Ends its requests, and any other that found such blocks since, with ``"error"``, and makes
+        the blocks unfindable. Returns the requests ended.
+        """
+        manager = self.manager
+        garbage = {
+            block_id
+            for block_id, block_hash in self._in_flight.pop(plan.step, [])
+            if manager.is_published(block_id, block_hash)
+        }
+        manager.unpublish(list(garbage))
+        # Later plans may have built on it; what they publish loses its sharing, right or wrong.
+        for step, published in self._in_flight.items():
+            if step > plan.step:
+                manager.unpublish(
+                    [block_id for block_id, key in published if manager.is_published(block_id, key)]
+                )
+
+        doomed: dict[str, Request] = {}
+        for row in plan.rows:
+            request = self._requests.get(row.request_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                doomed[row.request_id] = request
+                garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
+                manager.unpublish_from(row.request_id, row.write_from)
+        spreading = True
+        while spreading:
+            spreading = False
+            for request in self.running:
+                if request.request_id in doomed:
+                    continue
+                block_ids = manager.block_ids(request.request_id)
+                first = next((i for i, block_id in enumerate(block_ids) if block_id in garbage), None)
+                if first is not None:
+                    doomed[request.request_id] = request
+                    garbage.update(block_ids[first:])
+                    manager.unpublish_from(request.request_id, first * manager.block_size)
+                    spreading = True
+        return self._finish_all(doomed, RequestStatus.FINISHED_ERROR)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forgets every published block.
+
+        Args:
+            reset_running_requests: preempt all running requests first; they are resumed later.
+
+        Returns:
+            ``False``, with nothing forgotten, if running requests still hold blocks.
+        """
+        if reset_running_requests:
+            for request in reversed(self.running[:]):
+                self._preempt(request)
+        return self.manager.reset_prefix_cache()
+
+    # Inside a step
+
+    def _schedule_running(self, shares: dict[str, _Scheduled]) -> tuple[int, bool]:
+        """Returns the budget left and whether anything was preempted."""
+        budget = self.max_num_batched_tokens
+        before = self.num_preemptions
+        allocate = self.manager.allocate_slots
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            start = request.num_computed_tokens
+            num_tokens = min(len(request.token_ids) - start, self._threshold, budget)
+            if num_tokens == 0:  # its next token has not come back yet
+                index += 1
+                continue
+            new_block_ids = allocate(request, num_tokens)
+            while new_block_ids is None:
+                victim = self._choose_victim()
+                share = shares.pop(victim.request_id, None)
+                if share is not None:
+                    # Its row is struck from the step, so the blocks it was to fill stay unwritten.
+                    self.manager.unpublish_from(victim.request_id, share.write_from)
+                    budget += share.num_tokens
+                    index -= 1
+                self._preempt(victim)
+                if victim is request:
+                    break
+                num_tokens = min(len(request.token_ids) - start, self._threshold, budget)
+                new_block_ids = allocate(request, num_tokens)
+            if new_block_ids is not None:
+                shares[request.request_id] = _Scheduled(request, num_tokens, new_block_ids, start)
+                budget -= num_tokens
+                index += 1
+        return budget, self.num_preemptions > before
+
+    def _schedule_waiting(self, shares: dict[str, _Scheduled], budget: int) -> list[NewRow]:
+        """Admits waiting requests as far as budget, seats and blocks allow."""
+        new: list[NewRow] = []
+        if not self.waiting or budget == 0 or len(self.running) >= self.max_num_seqs:
+            return new
+        manager = self.manager
+        # Blocks that running prompts have yet to take. Admitting into them would only preempt later.
+        reserved = sum(manager.num_missing_blocks(request) for request in self.running)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek()
+            hit = manager.get_computed_blocks(request)
+            num_tokens = min(request.num_tokens - hit.num_tokens, self._threshold)
+            if num_tokens > budget and not self._chunked:
+                break
+            num_tokens = min(num_tokens, budget)
+            block_ids = manager.allocate_slots(
+                request, num_tokens, hit, whole_sequence=True, reserved_blocks=reserved
+            )
+            if block_ids is None:
+                break
+            reserved += manager.num_missing_blocks(request)
+            self.waiting.pop()
+            self.running.append(request)
+            request.admit(hit.num_tokens)
+            new.append(
+                NewRow(
+                    request.request_id, list(request.token_ids), request.num_prompt_tokens, request.sampling
+                )
+            )
+            write_from = max(hit.num_tokens, len(hit.block_ids) * manager.block_size)
+            shares[request.request_id] = _Scheduled(request, num_tokens, block_ids, write_from)
+            budget -= num_tokens
+        return new
+
+    def _choose_victim(self) -> Request:
+        if self.policy == "priority":
+            return max(self.running, key=lambda request: request.service_key)
+        return self.running[-1]
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.manager.free(request.request_id)
+        self._released.append(request.request_id)
+        request.preempt()
+        self.waiting.put_back(request)
+        self.num_preemptions += 1
+
+    # Endings
+
+    def _finish_all(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        alive = [self._requests[key] for key in dict.fromkeys(request_ids) if key in self._requests]
+        for request in alive:
+            self._finish(request, status)
+        return alive
+
+    def _finish(self, request: Request, status: RequestStatus, stop_reason: str | int | None = None) -> None:
+        """Takes the request out of the books and its blocks back."""
+        del self._requests[request.request_id]
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.manager.free(request.request_id)
+            self._released.append(request.request_id)
+        else:
+            self.waiting.remove(request)
+        request.finish(status, stop_reason)

@@ -1,0 +1,20 @@
+"""When a token ends its sequence."""
+
+from mlx_paged_attention.scheduler.request import Request, RequestStatus
+
+
+def check_stop(request: Request, max_model_len: int) -> tuple[RequestStatus, int | None] | None:
+    """How the request's last token ends it: final status and stop reason, or ``None`` if it goes on.
+
+    End of sequence comes before length: a last allowed token that is one reports ``"stop"``.
+    ``min_tokens`` holds back stop tokens, not the limits on length.
+    """
+    last = request.token_ids[-1]
+    if request.num_output_tokens >= request.min_tokens:
+        if last in request.eos_token_ids and not request.ignore_eos:
+            return RequestStatus.FINISHED_STOPPED, None
+        if last in request.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED, last
+    if request.num_tokens >= max_model_len or request.num_output_tokens >= request.max_tokens:
+        return RequestStatus.FINISHED_LENGTH, None
+    return None
