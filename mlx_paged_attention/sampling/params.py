@@ -1,6 +1,5 @@
 """SamplingParams: how a caller wants tokens chosen. RowSampling: the same, resolved for one row."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import msgspec
 from mlx_paged_attention.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
+MAX_INT = 2**31 - 1
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class SamplingParams:
             _integer("best_of", self.best_of, self.n, 128)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, None)
+        _integer("top_k", self.top_k, -1, MAX_INT)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -119,8 +119,8 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+            _integer("max_tokens", self.max_tokens, 1, MAX_INT)
+        _integer("min_tokens", self.min_tokens, 0, MAX_INT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -132,6 +132,9 @@ class SamplingParams:
                 _integer(name, value, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_token_lists()
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false", name)
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidRequestError("cache_salt must be a non-empty string", "cache_salt")
@@ -142,6 +145,8 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, str):
+            _sequence("stop", self.stop)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError("stop must be a non-empty string or a list of them", "stop")
@@ -149,13 +154,18 @@ class SamplingParams:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
 
     def _check_token_lists(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            if getattr(self, name) is not None:
+                _sequence(name, getattr(self, name))
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, name) or ():
-                _integer(name, token_id, 0, None)
+                _integer(name, token_id, 0, MAX_INT)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
+            raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
         for token_id, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token_id, 0, None)
+            _integer("logit_bias", token_id, 0, MAX_INT)
             _number("logit_bias", bias, -100.0, 100.0)
         for word in self.bad_words or ():
             if not isinstance(word, str) or not word:
@@ -174,15 +184,26 @@ class SamplingParams:
         return self.best_of if self.best_of is not None else self.n
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    if not good or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequestError(f"{name} must be an integer {limits}, not {value!r}", name)
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        limits = f"of at least {low}" if high == MAX_INT else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} must be an integer {limits}, not {_shown(value)}", name)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or value < low or (open_low and value == low):
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN fails every comparison, so it is refused like any value outside.
+    if not good or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}", name)
+        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], not {_shown(value)}", name)
+
+
+def _sequence(name: str, value: Any) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidRequestError(f"{name} must be a list, not {_shown(value)}", name)
+
+
+def _shown(value: Any) -> str:
+    """The value for a message, bounded: a client may send anything."""
+    text = "a huge integer" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

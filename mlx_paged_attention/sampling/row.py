@@ -1,0 +1,108 @@
+"""SamplingRow: what the sampler must remember about one request from step to step."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged_attention.sampling.params import RowSampling
+
+# Below this a temperature is greedy: dividing by it leaves the sampling distribution to rounding.
+MIN_TEMPERATURE = 1e-5
+
+IntArray = npt.NDArray[np.int32]
+
+
+class SamplingRow:
+    """One request's sampling parameters and the tokens it has so far.
+
+    Token ids are trusted: the engine refuses ids outside the vocabulary when the request arrives.
+
+    Args:
+        token_ids: every token known: the prompt and, after a preemption, the output.
+        num_prompt_tokens: how many of them are prompt; the rest counts as output.
+        sampling: how the row's logits become tokens.
+
+    Attributes:
+        output_token_ids: the output so far. Its length is the index of the row's next random number.
+        penalized: the tokens that penalties look at, or ``None`` when the row has no penalty.
+    """
+
+    def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int, sampling: RowSampling) -> None:
+        assert 0 <= num_prompt_tokens <= len(token_ids), (num_prompt_tokens, len(token_ids))
+        self.sampling = sampling
+        self.output_token_ids = list(token_ids[num_prompt_tokens:])
+        self.penalized: TokenCounts | None = None
+        repeats = sampling.repetition_penalty != 1.0
+        if repeats or sampling.presence_penalty or sampling.frequency_penalty:
+            # Only the repetition penalty looks at the prompt.
+            prompt = token_ids[:num_prompt_tokens] if repeats else ()
+            self.penalized = TokenCounts(prompt, self.output_token_ids)
+        self.bias_ids = np.array(list(sampling.logit_bias.keys()), dtype=np.int32)
+        self.bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+        self.allowed_ids = (
+            None if sampling.allowed_token_ids is None else np.unique(_ids(sampling.allowed_token_ids))
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken: temperature 0, or too small to tell from it."""
+        return self.sampling.temperature < MIN_TEMPERATURE
+
+    def append(self, token_id: int) -> None:
+        """Record the token that was sampled last."""
+        self.output_token_ids.append(token_id)
+        if self.penalized is not None:
+            self.penalized.add(token_id)
+
+    def banned_ids(self) -> list[int]:
+        """Ids that must not come next: stops before ``min_tokens``, and last tokens of bad words.
+
+        A bad word is looked for in the output alone, so that a prompt may quote its beginning.
+        """
+        sampling, output = self.sampling, self.output_token_ids
+        banned = list(sampling.stop_ids) if len(output) < sampling.min_tokens else []
+        for word in sampling.bad_words:
+            begun = len(word) - 1
+            if begun <= len(output) and output[len(output) - begun :] == word[:-1]:
+                banned.append(word[-1])
+        return banned
+
+
+class TokenCounts:
+    """How often each token occurs in the output, as arrays that grow by one token at a time."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        unique = np.unique(_ids(prompt))
+        self._size = len(unique)
+        self._ids = np.resize(unique, self._size + 64) if self._size else np.zeros(64, np.int32)
+        self._counts = np.zeros(len(self._ids), np.int32)
+        self._places = {int(token): place for place, token in enumerate(unique)}
+        for token_id in output:
+            self.add(token_id)
+
+    @property
+    def ids(self) -> IntArray:
+        """Distinct tokens of prompt and output, ``[tokens]``."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> IntArray:
+        """Occurrences in the output, 0 for a token of the prompt alone, ``[tokens]``."""
+        return self._counts[: self._size]
+
+    def add(self, token_id: int) -> None:
+        """Count one output token."""
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._places[token_id] = self._size
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token_id
+            self._size += 1
+        self._counts[place] += 1
+
+
+def _ids(token_ids: Iterable[int]) -> IntArray:
+    return np.array(list(token_ids), dtype=np.int32)
