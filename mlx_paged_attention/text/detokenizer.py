@@ -1,0 +1,194 @@
+"""Detokenizer: one sequence's token ids in, the text that may be shown out.
+
+Two things are decided before any text leaves: whether a character is complete, and whether the text may
+be part of a stop string. What is held back for either reason comes out of :meth:`Detokenizer.flush`.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+from mlx_paged_attention.errors import InvalidRequestError
+
+# What decoders write for bytes that are no character (yet).
+REPLACEMENT = "\ufffd"
+# An incomplete character is at most 3 tokens long, so a longer tail of replacement characters is not waiting
+# for anything; from this many undecided tokens on, the window is cut, to keep the cost per token constant.
+_MAX_PENDING = 8
+
+
+class Detokenizer:
+    """Turns the token ids of one sequence into text, piece by piece.
+
+    The text of an id depends on its neighbours (characters split over tokens, leading spaces that a decoder
+    strips), so each id is decoded in a short window: the ids of the last piece of text, as context, and the
+    ids since. ``tokenizers.decoders.DecodeStream`` works on the same window, but it holds invalid bytes for
+    ever, has no flush, and raises where a byte-fallback decoder turns characters that are out already into
+    replacement characters because an invalid byte follows them.
+
+    The pieces from :meth:`push` and :meth:`flush` joined are the decoded text, cut at the first stop string.
+
+    Which stop string wins does not depend on how the text is split into tokens: the match that *ends* first,
+    and of several that end at the same character the one that stands first in ``stop``.
+
+    Attributes:
+        stopped: the stop string that ended the text, or ``None``.
+
+    Args:
+        decode: token ids to text; ids that show no text (skipped special tokens) decode to ``""``.
+        stop: non-empty strings that end the text.
+        include_stop: keep the matched stop string as the end of the text.
+        min_tokens: a stop string that is complete within this many tokens is ordinary text, as in vLLM.
+        silent_ids: ids that never produce text and do not interrupt their neighbours.
+
+    Raises:
+        InvalidRequestError: a stop string is empty.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        silent_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if any(not text for text in stop):
+            raise InvalidRequestError("a stop string must not be empty", "stop")
+        self.stopped: str | None = None
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._silent_ids = silent_ids
+        self._num_tokens = 0
+        # The window: ids whose text is out, ids whose text is not (fully) out, and its text that is out.
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._shown = ""
+        # Decoded text that may be the beginning of a stop string; no stop string ends within its first
+        # `_exempt` characters (they belong to the first min_tokens tokens).
+        self._held = ""
+        self._exempt = 0
+
+    def push(self, token_id: int) -> str:
+        """Add the next token id; returns the text that may be shown now, often ``""``.
+
+        After a stop string has matched every further id is ignored.
+        """
+        if self.stopped is not None:
+            return ""
+        self._num_tokens += 1
+        text = "" if token_id in self._silent_ids else self._decode_next(token_id)
+        return self._release(text, self._num_tokens > self._min_tokens)
+
+    def flush(self) -> str:
+        """End the sequence; returns the text held back so far (``""`` after a stop string).
+
+        An incomplete character comes out as U+FFFD. That may complete a stop string too: read ``stopped``
+        afterwards.
+        """
+        if self.stopped is not None:
+            return ""
+        text = self._release(self._tail(), self._num_tokens > self._min_tokens)
+        self._context, self._pending, self._shown = [], [], ""
+        if self.stopped is None:
+            text += self._held
+        self._held = ""
+        return text
+
+    def copy(self) -> "Detokenizer":
+        """A detokenizer in the same state that goes its own way from here (fork of a sequence)."""
+        other = copy.copy(self)
+        other._context, other._pending = self._context.copy(), self._pending.copy()
+        return other
+
+    def _decode_next(self, token_id: int) -> str:
+        """The text that has become certain with this id."""
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        is_open = text.endswith(REPLACEMENT)
+        if not text.startswith(self._shown):
+            # A byte-fallback decoder took back characters of its last run of byte tokens.
+            if is_open and len(self._pending) < _MAX_PENDING:
+                return ""  # The bytes may yet become a character, and the others come back.
+            self._context, self._shown = [], ""
+            text = self._decode(self._pending)
+            is_open = text.endswith(REPLACEMENT)
+        if is_open and len(self._pending) >= _MAX_PENDING:
+            return self._cut_window(text)
+        if is_open:
+            new = text.rstrip(REPLACEMENT)[len(self._shown) :]
+            self._shown += new
+            return new
+        new = text[len(self._shown) :]
+        if new:
+            self._move_window()
+        elif len(self._pending) >= _MAX_PENDING:
+            self._pending.clear()  # Ids without text, such as ones beyond the vocabulary.
+        return new
+
+    def _tail(self) -> str:
+        """The text of the window that is not out yet."""
+        if not self._pending:
+            return ""
+        text = self._decode(self._context + self._pending)
+        return text[len(self._shown) :] if text.startswith(self._shown) else self._decode(self._pending)
+
+    def _move_window(self) -> None:
+        self._context, self._pending = self._pending, []
+        self._shown = self._decode(self._context)
+
+    def _cut_window(self, text: str) -> str:
+        """Let go of the pending ids before the last character border.
+
+        A character that spans a cut shows: its bytes make more replacement characters apart than together.
+        Of four successive cuts one is a border, as a character has at most four bytes.
+        """
+        for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):
+            head, tail = self._context + self._pending[:cut], self._pending[cut:]
+            head_text = self._decode(head)
+            if head_text + self._decode(tail) == text:
+                new = head_text[len(self._shown) :]
+                self._context, self._pending = self._pending[:cut], tail
+                self._shown = self._decode(self._context)
+                return new
+        return ""
+
+    def _release(self, text: str, may_stop: bool) -> str:
+        """Put new text behind the held text; returns what of both can no longer be part of a stop string."""
+        if not self._stop:
+            return text
+        if not text:
+            return ""
+        text = self._held + text
+        if may_stop:
+            match = self._first_match(text)
+            if match is not None:
+                start, self.stopped = match
+                self._held = ""
+                return text[: start + len(self.stopped)] if self._include_stop else text[:start]
+        else:
+            self._exempt = len(text)
+        keep = self._stop_prefix_start(text)
+        self._held = text[keep:]
+        self._exempt = max(0, self._exempt - keep)
+        return text[:keep]
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """Start and string of the stop string that ends first, beyond the exempt characters."""
+        best: tuple[int, str] | None = None
+        for stop in self._stop:
+            start = text.find(stop, max(0, self._exempt - len(stop) + 1))
+            if start >= 0 and (best is None or start + len(stop) < best[0] + len(best[1])):
+                best = start, stop
+        return best
+
+    def _stop_prefix_start(self, text: str) -> int:
+        """Where the longest suffix of ``text`` begins that is a proper prefix of a stop string."""
+        longest = max(len(stop) for stop in self._stop) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            suffix = text[start:]
+            if any(len(stop) > len(suffix) and stop.startswith(suffix) for stop in self._stop):
+                return start
+        return len(text)
