@@ -120,7 +120,7 @@ class Scheduler:
         if needed > usable:
             size = self.manager.block_size
             raise RequestTooLongError(
-                f"prompt and answer together may take {longest} tokens, that is {needed} KV blocks of {size}; "
+                f"prompt and answer may take {longest} tokens, that is {needed} KV blocks of {size}; "
                 f"the pool has {usable} ({usable * size} tokens). Shorten the prompt, lower max_tokens or "
                 "enlarge the pool",
                 "max_tokens",
@@ -196,7 +196,16 @@ class Scheduler:
             For every output row of a request that was still alive, in plan order, the request and
             its accepted tokens: those up to the one that ends it, and none if the row was
             overtaken by a recomputation after a preemption.
+
+        Raises:
+            ValueError: the output is not this plan's: another step, or a sampled token is missing.
         """
+        if output.step != plan.step:
+            raise ValueError(f"output of step {output.step} given for the plan of step {plan.step}")
+        missing = {row.request_id for row in plan.rows if row.sample}
+        missing.difference_update([row.request_id for row in output.rows if row.token_ids])
+        if missing:
+            raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")
         self._in_flight.pop(plan.step, None)
         planned = {row.request_id: row for row in plan.rows}
         results = []
@@ -298,11 +307,10 @@ class Scheduler:
                     # Its row is struck from the step, so the blocks it was to fill stay unwritten.
                     self.manager.unpublish_from(victim.request_id, share.write_from)
                     budget += share.num_tokens
-                    index -= 1
+                index -= self.running.index(victim) < index
                 self._preempt(victim)
                 if victim is request:
                     break
-                num_tokens = min(len(request.token_ids) - start, self._threshold, budget)
                 new_block_ids = allocate(request, num_tokens)
             if new_block_ids is not None:
                 shares[request.request_id] = _Scheduled(request, num_tokens, new_block_ids, start)
