@@ -1,0 +1,45 @@
+"""The HTTP application."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from mlx_paged_attention.api.server import chat, completions, health, models
+from mlx_paged_attention.api.server.errors import add_error_handlers
+from mlx_paged_attention.api.server.middleware import ApiKey, BodyLimit
+from mlx_paged_attention.api.server.serving import Serving
+from mlx_paged_attention.api.version import package_version
+
+if TYPE_CHECKING:
+    from mlx_paged_attention.api.async_llm import AsyncLLM
+
+MAX_BODY_BYTES = 32 << 20
+
+
+def create_app(
+    llm: "AsyncLLM",
+    *,
+    served_model_names: Sequence[str] = (),
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """An ASGI application that serves ``llm``, which stays its owner's to close.
+
+    No cross-origin headers are sent: pages of other sites cannot read what is answered here.
+
+    Args:
+        served_model_names: what requests may call the model; by default its own name.
+        api_keys: if any, one of them is needed for every route but ``/health`` and ``/ping``.
+        max_body_bytes: larger requests are answered 413.
+    """
+    app = FastAPI(title="mlx-paged-attention", version=package_version(), docs_url=None, redoc_url=None)
+    app.state.serving = Serving(llm, served_model_names or [llm.info.model])
+    for family in (completions, chat, models, health):
+        app.include_router(family.router)
+    add_error_handlers(app)
+    # The last one added is the first to see a request: no key, no reading of bodies.
+    app.add_middleware(BodyLimit, limit=max_body_bytes)
+    if api_keys:
+        app.add_middleware(ApiKey, keys=api_keys)
+    return app

@@ -1,0 +1,99 @@
+"""Errors as OpenAI clients expect them: ``{"error": {message, type, param, code}}`` and a status."""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError, RequestTooLongError
+
+_LONGEST_MESSAGE = 1000
+
+
+class ApiError(Exception):
+    """An answer other than 200, decided by the HTTP layer itself."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def error_body(
+    message: str, *, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The JSON body of an error; messages that quote a client's huge value are shortened."""
+    if len(message) > _LONGEST_MESSAGE:
+        message = message[:_LONGEST_MESSAGE] + "…"
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for any exception: what a client did wrong is 4xx, a dead engine 503, else 500."""
+    match error:
+        case ApiError():
+            status, param, code = error.status, error.param, error.code
+        case RequestTooLongError():
+            status, param, code = 400, error.param, "context_length_exceeded"
+        case InvalidRequestError():
+            status, param, code = 400, error.param, None
+        case EngineDeadError():
+            status, param, code = 503, None, "engine_dead"
+        case _:
+            return 500, error_body(
+                f"internal error ({type(error).__name__}); the server's log has the details", status=500
+            )
+    return status, error_body(str(error), status=status, param=param, code=code)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Make every error of every route come out in the one shape."""
+
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        status, body = describe(error)
+        return JSONResponse(body, status)
+
+    async def validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        message, param = _first_problem(error.errors(), request.headers.get("content-type", ""))
+        return JSONResponse(error_body(message, status=400, param=param), 400)
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = error.detail or HTTPStatus(error.status_code).phrase
+        return JSONResponse(
+            error_body(message, status=error.status_code), error.status_code, headers=error.headers
+        )
+
+    for known_type in (ApiError, InvalidRequestError, EngineDeadError, Exception):
+        app.add_exception_handler(known_type, known)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _first_problem(problems: Sequence[Any], content_type: str) -> tuple[str, str | None]:
+    """The first of pydantic's complaints as one sentence, and the field it is about."""
+    problem = problems[0]
+    kind, location = problem["type"], [str(part) for part in problem["loc"] if part != "body"]
+    if kind == "json_invalid":
+        return f"the body is not valid JSON: {problem['ctx']['error']}", None
+    if kind == "value_error":  # raised by our own validators, which name the field themselves
+        error = problem["ctx"]["error"]
+        return str(error), error.param if isinstance(error, InvalidRequestError) else None
+    if not location:
+        media = content_type.split(";")[0].strip().lower()
+        if media != "application/json":
+            return f"send Content-Type: application/json, not {media or 'none'}", None
+        return "the body must be a JSON object", None
+    if kind == "extra_forbidden":
+        return f"{'.'.join(location)} is not a known field; leave it out", location[0]
+    text = problem["msg"][:1].lower() + problem["msg"][1:]
+    return f"{'.'.join(location)}: {text}", location[0]

@@ -1,0 +1,87 @@
+"""What happens before a route sees a request: the API key and the limit on the body's size.
+
+Plain ASGI, so that streams and disconnect messages pass through untouched.
+"""
+
+import hmac
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_paged_attention.api.server.errors import error_body
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+
+
+class ApiKey:
+    """Answer 401 to everything but the health checks unless one of the keys comes as a bearer token."""
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(scope):
+            body = error_body(
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+            )
+            await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = token.strip().encode()
+        # Every key is compared, in constant time: how long it takes tells nothing.
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Answer 413 as soon as a body is announced or grows larger than ``limit`` bytes."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._limit:
+            await self._refuse(scope, receive, send)
+            return
+        # Every route wants the whole body as one JSON value, so it is read here once and handed on.
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._limit:
+                await self._refuse(scope, receive, send)
+                return
+
+        unread = True
+
+        async def receive_after_body() -> Message:
+            nonlocal unread
+            if unread:
+                unread = False
+                return {"type": "http.request", "body": bytes(body), "more_body": False}
+            return await receive()
+
+        await self._app(scope, receive_after_body, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the body is larger than {self._limit} bytes; send fewer or shorter prompts per request"
+        # Closing spares us reading the rest of a body that nobody wants.
+        response = JSONResponse(error_body(message, status=413), 413, {"Connection": "close"})
+        await response(scope, receive, send)

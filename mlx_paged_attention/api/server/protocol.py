@@ -1,0 +1,213 @@
+"""What a client may send: OpenAI's fields, vLLM's extra ones, and nothing else.
+
+A field that would change the answer and is not supported is refused by name; so is an unknown one. Fields
+that say nothing about the answer (``NO_EFFECT``) are accepted and have no effect, here as at OpenAI.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.params import MAX_LOGPROBS, SamplingParams
+
+NO_EFFECT = frozenset(
+    {
+        "user",  # who is asking
+        "safety_identifier",
+        "metadata",  # labels for OpenAI's own log
+        "service_tier",  # price and queue, not the answer
+        "prompt_cache_key",  # a routing hint: prefixes are shared here by their content
+        "prompt_cache_retention",
+        "parallel_tool_calls",  # says how to use tools, which are refused
+    }
+)
+
+_NO_TOOLS = "tool calls are not supported yet; describe the tools in a message and parse the answer yourself"
+_NO_FORMAT = "forced formats are not supported yet; ask for the format in the prompt and check the answer"
+
+# Field: why it is refused and what to do, and the values that ask for nothing and so pass.
+UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tools": (_NO_TOOLS, ([],)),
+    "tool_choice": (_NO_TOOLS, ("none",)),
+    "functions": (_NO_TOOLS, ([],)),
+    "function_call": (_NO_TOOLS, ("none",)),
+    "response_format": (_NO_FORMAT, ({"type": "text"},)),
+    "structured_outputs": (_NO_FORMAT, ()),
+    "guided_json": (_NO_FORMAT, ()),
+    "guided_regex": (_NO_FORMAT, ()),
+    "guided_choice": (_NO_FORMAT, ()),
+    "guided_grammar": (_NO_FORMAT, ()),
+    "suffix": ("text cannot be inserted between a prompt and a suffix; put both into the prompt", ("",)),
+    "audio": ("only text is generated; leave it out", ()),
+    "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
+    "store": ("answers are not stored here; leave it out or send false", (False,)),
+    "continue_final_message": (
+        "an assistant message cannot be continued here; render the prompt yourself and use /v1/completions",
+        (False,),
+    ),
+    "use_beam_search": ("beam search is not supported; use n or best_of", (False,)),
+}
+
+
+class StreamOptions(BaseModel):
+    """When token counts are sent in a stream."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationRequest(BaseModel):
+    """The fields that completions and chat share. ``None`` is "not given" everywhere."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(lambda value: _text_or_texts(value))] = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(lambda value: _biases(value))] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_fields_without_effect(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in UNSUPPORTED:
+                reason, harmless = UNSUPPORTED[name]
+                # `in` would take 0 for False.
+                if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
+                    raise InvalidRequestError(f"{name}: {reason}", name)
+            elif name not in NO_EFFECT:
+                kept[name] = value
+        return kept
+
+    @model_validator(mode="after")
+    def _stream_fields_agree(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs is not available in a stream; send stream=false", "prompt_logprobs"
+            )
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise InvalidRequestError(
+                "best_of > n cannot be streamed: the best is known at the end", "best_of"
+            )
+        return self
+
+    def sampling_params(self, defaults: dict[str, Any], **own: Any) -> SamplingParams:
+        """The request's values over ``own`` over the model's ``defaults``.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**(defaults | given | own))
+
+
+_SAMPLING_FIELDS = tuple(
+    name for name in GenerationRequest.model_fields if name in SamplingParams.__dataclass_fields__
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]], BeforeValidator(lambda value: _prompts(value))
+    ]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]  # checked where every path goes through, by text.messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _chat_fields_agree(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise InvalidRequestError("give max_completion_tokens or max_tokens, not both", "max_tokens")
+        for name in self.chat_template_kwargs or ():
+            if name in _RESERVED_TEMPLATE_NAMES:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs"
+                )
+        return self
+
+
+_RESERVED_TEMPLATE_NAMES = frozenset(
+    {"self", "messages", "sampling_params", "request_id", "output_kind", "add_generation_prompt", "tokenize"}
+)
+
+
+def _text_or_texts(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise InvalidRequestError("stop must be a string or a list of strings", "stop")
+
+
+def _biases(value: Any) -> Any:
+    """JSON objects have text keys; token ids are numbers."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(token_id): bias for token_id, bias in value.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias") from None
+
+
+def _prompts(value: Any) -> Any:
+    """Refuse here what the union of types would refuse in four voices at once."""
+    items = value if isinstance(value, list) else [value]
+    if not items or any(item in ("", []) for item in items):
+        raise InvalidRequestError("prompt must not be empty", "prompt")
+    if all(isinstance(item, str) for item in items) or (isinstance(value, list) and _token_ids(value)):
+        return value
+    if all(isinstance(item, list) and _token_ids(item) for item in items):
+        return value
+    raise InvalidRequestError(
+        "prompt must be a string, token ids, a list of strings or a list of those", "prompt"
+    )
+
+
+def _token_ids(value: list[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in value)

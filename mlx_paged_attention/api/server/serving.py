@@ -1,0 +1,289 @@
+"""Serving: what completions and chat do alike, from the engine's outputs to the bytes of a response.
+
+Both turn a request into a stream of chunks. A streaming response sends the chunks; any other response is the
+same chunks, collected. So the two cannot drift apart.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mlx_paged_attention.api.defaults import sampling_defaults
+from mlx_paged_attention.api.metrics import Metrics
+from mlx_paged_attention.api.server.chunks import PromptTokensDetails, Usage, encode
+from mlx_paged_attention.api.server.errors import ApiError, describe
+from mlx_paged_attention.api.server.protocol import GenerationRequest
+from mlx_paged_attention.engine.outputs import Logprob, RequestOutput
+from mlx_paged_attention.errors import EngineDeadError
+from mlx_paged_attention.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from mlx_paged_attention.api.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI's API says this instead
+
+Outputs = AsyncGenerator[RequestOutput, None]
+
+C = TypeVar("C", bound=msgspec.Struct)
+T = TypeVar("T")
+
+
+class Serving:
+    """The engine as the routes see it. One per app.
+
+    Attributes:
+        names: the model names that requests may use; the first is the one answers carry by default.
+        created: Unix time of the start, which the API reports as the model's creation.
+    """
+
+    def __init__(self, llm: "AsyncLLM", names: Sequence[str]) -> None:
+        self.llm = llm
+        self.names = list(names)
+        self.created = int(time.time())
+        self.metrics = Metrics(llm, self.names[0])
+        self.defaults = sampling_defaults(llm.generation_config)
+
+    def require_engine(self) -> None:
+        """Raises EngineDeadError with the reason if no request can be served."""
+        if not self.llm.is_alive:
+            raise EngineDeadError(f"the engine has stopped: {self.llm.dead_reason}")
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            ApiError: 404, the model is not served here.
+        """
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            served = ", ".join(self.names)
+            raise ApiError(
+                404,
+                f"the model {asked!r} does not exist here; served: {served}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    def generate(self, prompt: str | list[int], params: SamplingParams) -> Outputs:
+        """The outputs of a prompt, counted in the metrics."""
+        outputs = self.llm.generate(prompt, params, output_kind=_output_kind(params))
+        return self.metrics.observe(cast(Outputs, outputs), params)
+
+    def chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams, template_kwargs: dict[str, Any]
+    ) -> Outputs:
+        """The outputs of a conversation, counted in the metrics."""
+        outputs = self.llm.chat(messages, params, output_kind=_output_kind(params), **template_kwargs)
+        return self.metrics.observe(cast(Outputs, outputs), params)
+
+    def token_string(self, token_id: int, entry: Logprob | None = None) -> str:
+        """A token's own text; its number where the model has no tokenizer."""
+        if entry is not None and entry.decoded_token is not None:
+            return entry.decoded_token
+        if self.llm.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.llm.tokenizer.token_text(token_id)
+
+
+def _output_kind(params: SamplingParams) -> Any:
+    # Which answers are the best is known only when all have ended.
+    return "final" if params.num_sequences > params.n else "delta"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+class UsageCounter:
+    """Adds up a response's tokens while its outputs pass by."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}  # by prompt: tokens, and of those cached
+        self._completion_tokens = 0
+
+    def add(self, prompt_index: int, output: RequestOutput, *, completion: bool = True) -> None:
+        """Count an output; ``completion=False`` leaves out its generated tokens."""
+        self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        if completion:
+            self._completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+
+    def usage(self) -> Usage:
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._completion_tokens,
+            total_tokens=prompt + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
+        )
+
+
+def token_bytes(text: str) -> list[int] | None:
+    """A token's bytes, unless they are only a part of a character and cannot be told from its text."""
+    return None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+def ranked(entries: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    """The ``count`` most likely of a position's tokens, most likely first."""
+    return sorted(entries.items(), key=lambda item: item[1].rank)[:count]
+
+
+def prompt_logprobs_json(
+    positions: list[dict[int, Logprob] | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's shape: per prompt token an object by token id, ``null`` for the first."""
+    if positions is None:
+        return None
+    return [
+        None
+        if entries is None
+        else {
+            str(token_id): {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in entries.items()
+        }
+        for entries in positions
+    ]
+
+
+async def merge(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several requests as they come, each with its request's position.
+
+    The first error ends all of them; closing this closes them.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+
+    ready: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(len(streams))
+
+    async def pump(index: int, stream: Outputs) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    await ready.put((index, output))
+            await ready.put(None)
+        except Exception as error:
+            await ready.put(error)
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        unfinished = len(pumps)
+        while unfinished:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                unfinished -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def respond(
+    request: Request,
+    body: GenerationRequest,
+    chunks: AsyncGenerator[list[C], None],
+    collect: Callable[[AsyncGenerator[list[C], None]], Awaitable[msgspec.Struct]],
+) -> Response:
+    """Answer with the chunks: as server-sent events, or collected into one object.
+
+    Nothing is sent before the first chunk is there, so that a bad request gets its proper status.
+    """
+    if body.stream:
+        first = await _unless_gone(request, anext(chunks))
+        return EventStream(first, chunks)
+    whole = await _unless_gone(request, _collected(chunks, collect))
+    return Response(encode(whole), media_type="application/json")
+
+
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events. They are closed when the response ends, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: list[Any], chunks: AsyncGenerator[list[Any], None]) -> None:
+        self._chunks = chunks
+        self._events = _events(first, chunks)
+        # Proxies must not hold events back.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._chunks), aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _events(first: list[Any], chunks: AsyncGenerator[list[Any], None]) -> AsyncGenerator[bytes, None]:
+    yield _event(first)
+    try:
+        async for several in chunks:
+            yield _event(several)
+    except Exception as error:
+        # The status has been sent; all that is left is to say so inside the stream.
+        status, body = describe(error)
+        if status == 500:
+            logger.exception("a stream failed")
+        yield _event([body])
+    yield b"data: [DONE]\n\n"
+
+
+def _event(objects: list[Any]) -> bytes:
+    return b"".join(b"data: " + encode(item) + b"\n\n" for item in objects)
+
+
+async def _collected(
+    chunks: AsyncGenerator[list[C], None],
+    collect: Callable[[AsyncGenerator[list[C], None]], Awaitable[msgspec.Struct]],
+) -> msgspec.Struct:
+    async with aclosing(chunks):
+        return await collect(chunks)
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled when the client disconnects.
+
+    Raises:
+        ApiError: 499, the client has gone; nobody will read it.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(499, "the client closed the connection")
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
