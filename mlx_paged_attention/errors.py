@@ -29,5 +29,9 @@ class UnsupportedModelError(ModelLoadError):
     """The model's architecture or number format cannot be run exactly; the message says why."""
 
 
+class RequestFailedError(MlxPagedError, RuntimeError):
+    """The step that computed this request raised; the message names the cause. Others go on."""
+
+
 class EngineDeadError(MlxPagedError, RuntimeError):
     """The engine thread has stopped; the message names the cause. No request can be served."""

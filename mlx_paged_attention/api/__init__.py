@@ -1,1 +1,1 @@
-"""api"""
+"""What a person touches: LLM, AsyncLLM, the command line, the server. Imports no MLX."""

@@ -1,1 +1,1 @@
-"""engine"""
+"""The engine: requests in, outputs out, one step at a time."""

@@ -1,1 +1,1 @@
-"""runner"""
+"""From step plans to tokens: batches, forwards, the physical pool."""

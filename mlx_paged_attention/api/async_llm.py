@@ -1,0 +1,134 @@
+"""AsyncLLM: the same engine for asyncio programs; the server is built on it."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self
+
+from mlx_paged_attention.api.llm import Message, Prompt, make_config
+from mlx_paged_attention.api.start import start_engine
+from mlx_paged_attention.engine.group import OutputKind
+from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A model on a paged KV cache, for many concurrent callers in one event loop.
+
+    Arguments and errors are those of :class:`LLM`; the constructor blocks while the model loads.
+
+    >>> async for output in llm.generate("Hello", SamplingParams(max_tokens=50)):
+    ...     print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: Callable[[str], None] | None = None, **options: Any
+    ) -> None:
+        started = start_engine(make_config(model, options), progress)
+        self._engine = started.engine
+        self.tokenizer: Tokenizer | None = started.tokenizer
+        self.generation_config = started.generation_config
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded and how it runs."""
+        return self._engine.info
+
+    @property
+    def is_alive(self) -> bool:
+        """The engine serves requests."""
+        return self._engine.dead_reason is None
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why it does not."""
+        return self._engine.dead_reason
+
+    def stats(self) -> EngineStats:
+        """Blocks, requests and cache counts after the last step."""
+        return self._engine.stats()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt, yielding outputs as they come, the last one with ``finished``.
+
+        Closing the iterator, or cancelling the task that reads it, aborts the request.
+
+        Args:
+            prompt: text or token ids.
+            request_id: must be unique among running requests; drawn by default.
+            output_kind: ``"cumulative"`` yields everything so far, ``"delta"`` what is new,
+                ``"final"`` one output at the end.
+
+        Raises:
+            InvalidRequestError, RequestTooLongError: before anything has run.
+            RequestFailedError, EngineDeadError: a step raised.
+        """
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        request_id = request_id or uuid.uuid4().hex
+
+        def emit(output: RequestOutput | Exception) -> None:
+            # The loop may be gone when the engine reports its last word on a request.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        self._engine.submit(
+            request_id, prompt, sampling_params or SamplingParams(), kind=output_kind, emit=emit
+        )
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, Exception):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._engine.abort(request_id)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+        **template_options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation; ``template_options`` go to the model's chat template."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+        token_ids = self.tokenizer.chat_token_ids(messages, **template_options)
+        async for output in self.generate(
+            token_ids, sampling_params, request_id, output_kind=output_kind
+        ):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator yields a last output with finish reason ``"abort"``."""
+        self._engine.abort(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing done, while requests run."""
+        return await asyncio.to_thread(self._engine.reset_prefix_cache)
+
+    def close(self) -> None:
+        """Stop the engine; requests still running end with :class:`EngineDeadError`."""
+        self._engine.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)

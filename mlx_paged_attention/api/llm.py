@@ -1,0 +1,199 @@
+"""LLM: the in-process API for scripts and notebooks."""
+
+import queue
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from tqdm.auto import tqdm
+
+from mlx_paged_attention.api.start import start_engine
+from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model on a paged KV cache, in this process.
+
+    >>> llm = LLM()
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+
+    Takes the fields of :class:`EngineConfig` as keyword arguments. Loading happens here and may
+    take a while; :meth:`close` (or leaving a ``with`` block) gives the memory back. May be used
+    from any thread.
+
+    Args:
+        model: Hugging Face repo id, MLX model directory, ``.gguf`` path; ``None`` is SmolLM2-135M.
+        progress: called with a line per stage of loading; also switches download bars on.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: the model cannot be loaded.
+        InvalidRequestError: an option is out of range.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: Callable[[str], None] | None = None, **options: Any
+    ) -> None:
+        started = start_engine(make_config(model, options), progress)
+        self._engine = started.engine
+        self.tokenizer: Tokenizer | None = started.tokenizer
+        self.generation_config = started.generation_config
+        self._finalizer = weakref.finalize(self, started.engine.close)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded and how it runs."""
+        return self._engine.info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts; all run together, results come in the prompts' order.
+
+        Args:
+            prompts: a string, a list of strings, a list of token ids, or a list of such lists.
+            sampling_params: one for all or one per prompt; ``SamplingParams()`` by default.
+            use_tqdm: show a progress bar on a terminal if it takes more than a moment.
+
+        Raises:
+            InvalidRequestError, RequestTooLongError: a prompt or its parameters cannot be served;
+                nothing has been run.
+            RequestFailedError, EngineDeadError: a step raised.
+        """
+        single = isinstance(prompts, str) or _is_token_ids(prompts)
+        many: list[Any] = [prompts] if single else list(prompts)
+        params = _one_each(sampling_params, len(many))
+        results: queue.SimpleQueue[tuple[int, RequestOutput | Exception]] = queue.SimpleQueue()
+        groups = []
+        for index, (prompt, one) in enumerate(zip(many, params, strict=True)):
+            emit = _numbered(results, index)
+            try:
+                groups.append(
+                    self._engine.prepare(uuid.uuid4().hex, prompt, one, kind="final", emit=emit)
+                )
+            except InvalidRequestError as error:
+                if len(many) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
+        for group in groups:
+            self._engine.start(group)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            for index, output in _collect(results, len(groups), use_tqdm):
+                outputs[index] = output
+        finally:
+            for index, group in enumerate(groups):
+                if index not in outputs:
+                    self._engine.abort(group.request_id)
+        return [outputs[index] for index in range(len(groups))]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of conversations.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            template_options: passed to the model's chat template.
+
+        Raises:
+            InvalidRequestError: malformed messages, or a model without a chat template; else as
+                :meth:`generate`.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+        if not messages:
+            raise InvalidRequestError("there are no messages to answer", "messages")
+        single = isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if single else list(messages)
+        prompts = [self.tokenizer.chat_token_ids(one, **template_options) for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stats(self) -> EngineStats:
+        """Blocks, requests and cache counts after the last step."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing done, while requests run."""
+        return self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_config(model: str | None, options: dict[str, Any]) -> EngineConfig:
+    """EngineConfig from keyword arguments.
+
+    Raises:
+        InvalidRequestError: an unknown option, named, or a value out of range.
+    """
+    known = {name for name in EngineConfig.__slots__ if name != "model"}
+    if unknown := sorted(set(options) - known):
+        raise InvalidRequestError(
+            f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}", unknown[0]
+        )
+    return EngineConfig(model=model, **options)
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return bool(prompts) and isinstance(prompts[0], int | float)
+
+
+def _one_each(params: Params | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params for {count} prompts; give one for all or one for each",
+            "sampling_params",
+        )
+    return params
+
+
+def _numbered(
+    results: "queue.SimpleQueue[tuple[int, RequestOutput | Exception]]", index: int
+) -> Callable[[RequestOutput | Exception], None]:
+    return lambda output: results.put((index, output))
+
+
+def _collect(
+    results: "queue.SimpleQueue[tuple[int, RequestOutput | Exception]]", count: int, use_tqdm: bool
+) -> Iterator[tuple[int, RequestOutput]]:
+    """The ``count`` last outputs as they come, behind a progress bar."""
+    tokens = 0
+    # Only on a terminal, and only once it has taken longer than a person waits without wondering.
+    with tqdm(total=count, unit="req", delay=2.0, disable=None if use_tqdm else True) as bar:
+        for _ in range(count):
+            index, output = results.get()
+            if isinstance(output, Exception):
+                raise output
+            tokens += sum(len(answer.token_ids) for answer in output.outputs)
+            if not bar.disable:
+                rate = tokens / max(bar.format_dict["elapsed"], 1e-6)
+                bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+            bar.update()
+            yield index, output

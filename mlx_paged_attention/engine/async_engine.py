@@ -1,0 +1,196 @@
+"""AsyncEngine: the one thread that owns MLX, and the way in and out of it."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.engine import Emit, Engine
+from mlx_paged_attention.engine.group import OutputKind, RequestGroup
+from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats
+from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError
+from mlx_paged_attention.models.source import ModelSource
+from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.tokenizer import Tokenizer
+
+Progress = Callable[[str], None]
+_Command = Callable[[], None]
+
+
+class AsyncEngine:
+    """Loads a model and serves it on a thread of its own.
+
+    MLX's streams belong to the thread that made them, so weights, pool and every step live on
+    that one thread. Callers talk to it through a queue of commands; outputs come back through
+    each request's ``emit``, called on the engine's thread.
+
+    Args:
+        progress: called with a line per stage of loading.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, InvalidRequestError: it could not be loaded.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        tokenizer: Tokenizer | None,
+        progress: Progress,
+    ) -> None:
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._dead: EngineDeadError | None = None
+        self._started: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(config, source, tokenizer, progress),
+            name="mlx-paged-engine",
+            daemon=True,
+        )
+        self._thread.start()
+        result = self._started.get()
+        if isinstance(result, BaseException):
+            self._thread.join()
+            raise result
+        self._engine = result
+        self._stats = result.stats()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine stopped serving, or ``None`` while it serves."""
+        return None if self._dead is None else str(self._dead)
+
+    def stats(self) -> EngineStats:
+        """Counts after the last step or command."""
+        return self._stats
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        kind: OutputKind,
+        emit: Emit,
+    ) -> None:
+        """Check a request and queue it.
+
+        Args:
+            emit: receives its outputs, the last one with ``finished``, or an error in its place.
+
+        Raises:
+            InvalidRequestError, RequestTooLongError: it cannot be served.
+            EngineDeadError: nothing can.
+        """
+        self.start(self.prepare(request_id, prompt, params, kind=kind, emit=emit))
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        kind: OutputKind,
+        emit: Emit,
+    ) -> RequestGroup:
+        """Check a request without queueing it; :meth:`start` does."""
+        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=emit)
+
+    def start(self, group: RequestGroup) -> None:
+        """Queue a prepared request.
+
+        Raises:
+            EngineDeadError: the engine no longer serves.
+        """
+        self._send(lambda: self._add(group))
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step border; its ``emit`` gets a last output."""
+        # A dead engine has already ended every request.
+        with contextlib.suppress(EngineDeadError):
+            self._send(lambda: self._engine.abort(request_id))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False while requests hold blocks."""
+        answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._send(lambda: answer.put(self._engine.reset_prefix_cache()))
+        return answer.get()
+
+    def close(self) -> None:
+        """Stop the thread; requests still being served get an :class:`EngineDeadError`."""
+        if self._thread.is_alive():
+            self._closing = True
+            self._commands.put(lambda: None)
+            self._thread.join()
+
+    # ---- on the engine's thread
+
+    def _run(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        tokenizer: Tokenizer | None,
+        progress: Progress,
+    ) -> None:
+        try:
+            # Imported here: whoever only talks to the engine needs no MLX.
+            from mlx_paged_attention.engine.loading import load_engine
+
+            loaded = load_engine(config, source, progress)
+            engine = Engine(config, loaded.info, loaded.runner, loaded.fingerprint, tokenizer)
+        except BaseException as error:
+            self._started.put(error)
+            return
+        self._started.put(engine)
+        cause: BaseException | None = None
+        try:
+            self._serve(engine)
+            message = "the engine was closed"
+        except BaseException as error:
+            cause = error
+            message = f"the engine stopped after {type(error).__name__}: {error}"
+        dead = EngineDeadError(message)
+        dead.__cause__ = cause
+        with self._lock:
+            self._dead = dead
+        self._drain()  # nothing more can be sent; what was is answered
+        engine.close(dead)
+        self._stats = engine.stats()
+
+    def _serve(self, engine: Engine) -> None:
+        while not self._closing:
+            if not engine.has_work:
+                self._commands.get()()
+            self._drain()
+            if engine.has_work and not self._closing:
+                engine.step()
+            self._stats = engine.stats()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _add(self, group: RequestGroup) -> None:
+        if self._dead is not None:
+            group.emit(self._dead)
+            return
+        try:
+            self._engine.add(group)
+        except InvalidRequestError as error:
+            group.emit(error)
+
+    def _send(self, command: _Command) -> None:
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(str(self._dead)) from self._dead.__cause__
+            self._commands.put(command)

@@ -1,0 +1,259 @@
+"""Engine: requests in, one step at a time, outputs out."""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from mlx_paged_attention.cache.block_hash import root_hash
+from mlx_paged_attention.cache.manager import KVCacheManager
+from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.group import OutputKind, RequestGroup
+from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
+from mlx_paged_attention.engine.prompt import check_token_ids, row_sampling, tokenize
+from mlx_paged_attention.engine.sequence import Sequence, public_logprobs
+from mlx_paged_attention.errors import InvalidRequestError, RequestFailedError
+from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.scheduler.request import Request
+from mlx_paged_attention.scheduler.scheduler import Scheduler
+from mlx_paged_attention.scheduler.step_plan import RowOutput, StepOutput, StepPlan
+from mlx_paged_attention.text.tokenizer import Tokenizer
+
+Emit = Callable[[RequestOutput | Exception], None]
+
+# This many steps in a row that raise mean that the fault is not in a request.
+MAX_FAILED_STEPS = 3
+
+
+class Runner(Protocol):
+    """What computes the steps."""
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+
+class Engine:
+    """Owns scheduler and runner. ``prepare`` may be called from any thread, all else from one.
+
+    Args:
+        fingerprint: of the weights' content; part of every block hash.
+        tokenizer: ``None`` serves token ids only.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        runner: Runner,
+        fingerprint: str,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.info = info
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._cache = KVCacheManager(
+            info.num_blocks,
+            info.block_size,
+            enable_caching=config.enable_prefix_caching,
+            root_hash=root_hash(fingerprint),
+        )
+        self._scheduler = Scheduler(
+            self._cache,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            policy=config.scheduling_policy,
+        )
+        self._seeds = random.Random(config.seed)
+        self._groups: dict[str, RequestGroup] = {}
+        self._sequences: dict[str, tuple[RequestGroup, Sequence]] = {}
+        self._failed_steps = 0
+
+    # ---- requests
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        kind: OutputKind,
+        emit: Emit,
+    ) -> RequestGroup:
+        """Check a request and make it ready for :meth:`add`. Changes nothing in the engine.
+
+        Raises:
+            InvalidRequestError, RequestTooLongError: it cannot be served; the message says why.
+        """
+        arrival = time.monotonic()
+        text, token_ids = tokenize(prompt, self._tokenizer)
+        check_token_ids(token_ids, params, self.info.vocab_size)
+        limit = min(self.info.max_model_len, self._cache.num_usable_blocks * self.info.block_size)
+        max_tokens = params.max_tokens or max(1, limit - len(token_ids))
+        sequences = []
+        for index in range(params.num_sequences):
+            request = Request(
+                request_id if params.num_sequences == 1 else f"{request_id}#{index}",
+                token_ids,
+                row_sampling(params, self.info, self._tokenizer, index, self._seeds),
+                max_tokens=max_tokens,
+                min_tokens=params.min_tokens,
+                eos_token_ids=self.info.eos_token_ids,
+                stop_token_ids=params.stop_token_ids or (),
+                ignore_eos=params.ignore_eos,
+                priority=params.priority,
+                arrival_time=arrival,
+                cache_salt=params.cache_salt,
+            )
+            self._scheduler.check_fits(request)
+            sequences.append(Sequence(index, request, params, self._tokenizer))
+        return RequestGroup(
+            request_id, text, token_ids, params, sequences, kind=kind, arrival_time=arrival, emit=emit
+        )
+
+    def add(self, group: RequestGroup) -> None:
+        """Queue a prepared request.
+
+        Raises:
+            InvalidRequestError: a request of that id is being served.
+        """
+        if group.request_id in self._groups:
+            raise InvalidRequestError(f"request_id {group.request_id!r} is already in use", "request_id")
+        self._groups[group.request_id] = group
+        for sequence in group.sequences:
+            self._sequences[sequence.request.request_id] = (group, sequence)
+            self._scheduler.add_request(sequence.request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown ids are ignored, as it may just have finished."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        alive = [s for s in group.sequences if s.finish_reason is None]
+        self._scheduler.abort([s.request.request_id for s in alive])
+        for sequence in alive:
+            self._end(sequence, "abort", None)
+        self._report([group])
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    # ---- steps
+
+    def step(self) -> None:
+        """Plan, run and account for one step; outputs go to their requests' ``emit``.
+
+        A step that raises fails the requests it computed, and those alone.
+
+        Raises:
+            Exception: the runner's, once :data:`MAX_FAILED_STEPS` steps in a row have raised.
+        """
+        plan = self._scheduler.schedule()
+        if not plan.rows:
+            return
+        now = time.monotonic()
+        for row in plan.rows:
+            group, _ = self._sequences[row.request_id]
+            if group.first_scheduled_time is None:
+                group.first_scheduled_time = now
+        try:
+            output = self._runner.execute(plan)
+        except Exception as error:
+            self._fail(plan, error)
+            return
+        self._failed_steps = 0
+        rows = {row.request_id: row for row in output.rows}
+        self._place_prompt_logprobs(plan, rows)
+        touched: dict[str, RequestGroup] = {}
+        for request, token_ids in self._scheduler.update(plan, output):
+            group, sequence = self._sequences[request.request_id]
+            touched[group.request_id] = group
+            self._advance(group, sequence, token_ids, rows[request.request_id])
+        self._report(touched.values())
+
+    def _advance(
+        self, group: RequestGroup, sequence: Sequence, token_ids: list[int], row: RowOutput
+    ) -> None:
+        if token_ids and group.first_token_time is None:
+            group.first_token_time = time.monotonic()
+        sequence.append(token_ids, row.logprobs)
+        request = sequence.request
+        if sequence.stopped_by_text and not request.is_finished:
+            self._scheduler.finish_request(request.request_id, None)
+        if request.is_finished:
+            assert request.finish_reason is not None
+            self._end(sequence, request.finish_reason, request.stop_reason)
+
+    def _place_prompt_logprobs(self, plan: StepPlan, rows: dict[str, RowOutput]) -> None:
+        for planned in plan.rows:
+            row = rows.get(planned.request_id)
+            if row is not None and row.prompt_logprobs is not None:
+                group, sequence = self._sequences[planned.request_id]
+                if sequence.index == 0:  # every answer has the same prompt
+                    entries = [public_logprobs(entry, self._tokenizer) for entry in row.prompt_logprobs]
+                    group.set_prompt_logprobs(planned.start + 1, entries)
+
+    def _end(self, sequence: Sequence, reason: str, stop_reason: str | int | None) -> None:
+        sequence.finish(reason, stop_reason)
+        del self._sequences[sequence.request.request_id]
+
+    def _report(self, groups: Iterable[RequestGroup]) -> None:
+        for group in groups:
+            if group.finished:
+                group.finished_time = time.monotonic()
+                del self._groups[group.request_id]
+            output = group.output()
+            if output is not None:
+                group.emit(output)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        self._failed_steps += 1
+        self._scheduler.fail_step(plan)
+        failed = {self._sequences[row.request_id][0].request_id for row in plan.rows}
+        for request_id in failed:
+            self._drop(request_id, error)
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise error
+
+    def _drop(self, request_id: str, error: Exception) -> None:
+        """End a request, and its sequences that were not in the failed step, with an error."""
+        group = self._groups.pop(request_id)
+        for sequence in group.sequences:
+            if not sequence.request.is_finished:
+                self._scheduler.abort([sequence.request.request_id])
+            self._sequences.pop(sequence.request.request_id, None)
+        failure = RequestFailedError(
+            f"request {request_id} failed: the step that computed it raised {type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        group.emit(failure)
+
+    def close(self, error: Exception) -> None:
+        """Tell every request still being served that none will be."""
+        for group in list(self._groups.values()):
+            group.emit(error)
+        self._groups.clear()
+        self._sequences.clear()
+
+    # ---- looking in
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing done, while requests hold blocks."""
+        return self._scheduler.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        cache, scheduler = self._cache, self._scheduler
+        return EngineStats(
+            num_blocks=self.info.num_blocks,
+            block_size=self.info.block_size,
+            free_blocks=cache.num_free_blocks,
+            cached_blocks=cache.num_cached_blocks,
+            used_blocks=cache.num_usable_blocks - cache.num_free_blocks,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=cache.stats.queries,
+            prefix_hits=cache.stats.hits,
+            pool_bytes=self.info.pool_bytes,
+            steps=scheduler.num_steps,
+        )

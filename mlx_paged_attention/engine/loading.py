@@ -1,0 +1,100 @@
+"""From a configuration to everything an engine runs on. Happens on the thread that owns MLX."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import psutil
+
+from mlx_paged_attention.cache.sizing import plan_pool
+from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.outputs import EngineInfo
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.models.kv_spec import observe_kv_specs
+from mlx_paged_attention.models.load import load_model
+from mlx_paged_attention.models.source import ModelSource
+from mlx_paged_attention.runner.kv_pool import KVPool
+from mlx_paged_attention.runner.model_runner import ModelHost, ModelRunner
+from mlx_paged_attention.runner.self_check import choose_layout
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """A runner ready for its first step, and what it was derived from.
+
+    Attributes:
+        fingerprint: of the weights' content; part of every block hash.
+    """
+
+    info: EngineInfo
+    runner: ModelRunner
+    fingerprint: str
+
+
+def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -> LoadedEngine:
+    """Load the weights, prove how the model runs, size and allocate the pool.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, InvalidRequestError: see the parts.
+    """
+    backend = _choose_device(config)
+    on_host = backend == "cpu"
+    progress(f"loading {source.name}")
+    loaded = load_model(source, dtype=config.dtype, device="cpu" if on_host else "gpu")
+
+    progress("checking the model against mlx-lm")
+    host = ModelHost(loaded.model)
+    specs = observe_kv_specs(loaded.model, block_size=config.block_size)
+    layout = choose_layout(host, specs, vocab_size=loaded.vocab_size, on_host=on_host)
+
+    plan = plan_pool(
+        config,
+        bytes_per_block=sum(spec.bytes_per_block for spec in specs),
+        model_max_len=loaded.max_model_len,
+        free_memory=_free_memory(backend),
+        on_host=on_host,
+    )
+    pool = KVPool(specs, plan.num_blocks, host=on_host)
+    info = EngineInfo(
+        model=source.name,
+        backend=backend,
+        dtype=loaded.dtype,
+        forward=layout.name,
+        vocab_size=loaded.vocab_size,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        bytes_per_token=pool.bytes_per_token,
+        pool_bytes=pool.nbytes,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        full_length_requests=plan.full_length_requests,
+        eos_token_ids=loaded.eos_token_ids,
+        notes=[*loaded.notes, *plan.notes],
+    )
+    return LoadedEngine(info, ModelRunner(host, pool, layout), loaded.fingerprint)
+
+
+def _choose_device(config: EngineConfig) -> str:
+    """Set MLX's device for this thread; ``"metal"``, ``"cuda"`` or ``"cpu"``."""
+    gpu = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+    if config.device == "gpu" and gpu is None:
+        raise InvalidRequestError("device is gpu, but this MLX build has no GPU back end", "device")
+    if config.device == "cpu" or gpu is None:
+        mx.set_default_device(mx.cpu)
+        return "cpu"
+    mx.set_default_device(mx.gpu)
+    return gpu
+
+
+def _free_memory(backend: str) -> int:
+    """Bytes that weights have left over for the pool."""
+    available = psutil.virtual_memory().available
+    if backend == "cpu":
+        return available
+    limits = mx.device_info()
+    limit = limits.get("max_recommended_working_set_size") or limits.get("total_memory") or available
+    free = int(limit) - mx.get_active_memory()
+    return min(free, available) if backend == "metal" else free

@@ -1,0 +1,97 @@
+"""From what a caller hands in to what an engine request needs, with every refusal said once."""
+
+import random
+
+from mlx_paged_attention.engine.outputs import EngineInfo
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.params import RowSampling, SamplingParams
+from mlx_paged_attention.text.tokenizer import Tokenizer
+
+
+def tokenize(prompt: str | list[int], tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    """A prompt as (text or ``None``, token ids).
+
+    Raises:
+        InvalidRequestError: it is empty, of another type, or text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "the prompt is text, but the engine has no tokenizer (skip_tokenizer_init); "
+                "pass token ids",
+                "prompt",
+            )
+        token_ids = tokenizer.encode(prompt)
+        text: str | None = prompt
+    elif isinstance(prompt, list):
+        token_ids, text = prompt, None
+    else:
+        raise InvalidRequestError(
+            f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", "prompt"
+        )
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: there is nothing to continue", "prompt")
+    return text, token_ids
+
+
+def check_token_ids(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
+    """Refuse ids that the model has no row for.
+
+    Raises:
+        InvalidRequestError: names the field, the id and the vocabulary's size.
+    """
+    named = {
+        "prompt": token_ids,
+        "stop_token_ids": params.stop_token_ids or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+    }
+    for name, ids in named.items():
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(f"{name} must hold integer token ids, not {token_id!r}", name)
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}", name
+                )
+
+
+def row_sampling(
+    params: SamplingParams,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+    index: int,
+    seeds: random.Random,
+) -> RowSampling:
+    """What the sampler needs for answer ``index`` of a request.
+
+    Raises:
+        InvalidRequestError: stop strings or bad words without a tokenizer.
+    """
+    if tokenizer is None:
+        for name, value in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+            if value:
+                raise InvalidRequestError(
+                    f"{name} needs a tokenizer, and the engine has none (skip_tokenizer_init)", name
+                )
+    logprobs = params.logprobs
+    if logprobs is None and params.num_sequences > params.n:
+        logprobs = 0  # best_of compares cumulative log-probabilities
+    stop_ids = [] if params.ignore_eos else list(info.eos_token_ids)
+    return RowSampling(
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=max(params.top_k, 0),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        seed=seeds.getrandbits(63) if params.seed is None else params.seed + index,
+        min_tokens=params.min_tokens,
+        stop_ids=[*stop_ids, *(params.stop_token_ids or ())],
+        logprobs=logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        logit_bias={k: float(v) for k, v in (params.logit_bias or {}).items()},
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        bad_words=tokenizer.bad_word_ids(params.bad_words) if tokenizer and params.bad_words else [],
+    )

@@ -1,0 +1,84 @@
+"""AttentionBatch: where the rows of one forward pass read and write in the pool."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Metadata of a forward pass over tokens ``[rows, queries]``.
+
+    Row ``b`` holds the tokens at positions ``starts[b] .. starts[b] + queries - 1`` of one
+    sequence; query ``i`` of it attends to positions ``0 .. starts[b] + i``.
+
+    Attributes:
+        starts: int32 ``[rows]``.
+        queries: tokens per row.
+        slots: int64 ``[rows * queries]``, where each token's keys and values go:
+            ``block_id * block_size + offset``. Slots of block 0, the null block, are
+            rubbish bins: nothing reads them.
+        block_tables: int32 ``[rows, width]``, block ids by position, padded with 0.
+        block_size: tokens per block.
+    """
+
+    starts: NDArray[np.int32]
+    queries: int
+    slots: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    block_size: int
+    _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
+
+    @property
+    def rows(self) -> int:
+        return len(self.starts)
+
+    @property
+    def longest(self) -> int:
+        """Positions the longest row holds once this forward has written."""
+        return int(self.starts.max()) + self.queries
+
+    @cached_property
+    def offsets(self) -> mx.array:
+        """int32 ``[rows]``: what ``cache.offset`` is for a model's RoPE."""
+        return mx.array(self.starts)
+
+    @cached_property
+    def context_lens(self) -> NDArray[np.int32]:
+        """int32 ``[rows * queries]``: how many positions each query attends to."""
+        steps = np.arange(1, self.queries + 1, dtype=np.int32)
+        return (self.starts[:, None] + steps).reshape(-1)
+
+    @cached_property
+    def written(self) -> NDArray[np.bool_]:
+        """``[rows, longest]``: positions that hold keys and values after this forward."""
+        positions = np.arange(self.longest, dtype=np.int32)
+        return positions < (self.starts + self.queries)[:, None]
+
+    def mask(self, window: int | None) -> mx.array:
+        """Boolean ``[rows, 1, queries, longest]``: which positions each query may read."""
+        if window not in self._masks:
+            lens = self.context_lens.reshape(self.rows, self.queries, 1)
+            positions = np.arange(self.longest, dtype=np.int32)
+            allowed = positions < lens
+            if window is not None:
+                allowed &= positions >= lens - window
+            self._masks[window] = mx.array(allowed[:, None])
+        return self._masks[window]
+
+    @cached_property
+    def device_slots(self) -> tuple[mx.array, mx.array]:
+        """``slots`` as (block ids, offsets), int32 ``[rows * queries]`` each, on the device."""
+        blocks, offsets = np.divmod(self.slots, self.block_size)
+        return mx.array(blocks.astype(np.int32)), mx.array(offsets.astype(np.int32))
+
+    @cached_property
+    def device_tables(self) -> mx.array:
+        return mx.array(self.block_tables)
+
+    @cached_property
+    def device_context_lens(self) -> mx.array:
+        return mx.array(self.context_lens)

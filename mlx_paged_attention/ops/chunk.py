@@ -1,0 +1,51 @@
+"""Attention of a long run of queries over contiguous keys: MLX's own kernel, memory bounded."""
+
+import mlx.core as mx
+
+# Where MLX's attention is not fused it holds [heads, queries, keys] scores: keep them below this.
+MAX_SCORES_BYTES = 256 << 20
+
+
+def chunk_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Causal attention of one sequence's chunk.
+
+    Args:
+        queries: ``[1, heads, L, head_dim]``, the tokens at key indices ``start .. start + L - 1``.
+        keys, values: ``[1, kv_heads, start + L, head_dim]``.
+        window: attend to this many positions, the query's own included.
+
+    Returns:
+        ``[1, heads, L, v_head_dim]``.
+    """
+    heads, length = queries.shape[1], queries.shape[2]
+    most = max(1, MAX_SCORES_BYTES // (4 * heads * (start + length)))
+    pieces = []
+    for begin in range(0, length, most):
+        end = min(begin + most, length)
+        first = 0 if window is None else max(0, start + begin - window + 1)
+        last = start + end
+        mask: str | mx.array = "causal"
+        if window is not None and last - first > window:
+            rows = mx.arange(start + begin, last)[:, None]
+            columns = mx.arange(first, last)[None]
+            mask = (columns <= rows) & (columns > rows - window)
+        pieces.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, begin:end],
+                keys[:, :, first:last],
+                values[:, :, first:last],
+                scale=scale,
+                mask=mask,
+                sinks=sinks,
+            )
+        )
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)

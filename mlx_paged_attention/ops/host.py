@@ -1,0 +1,107 @@
+"""HostLayer: a layer whose pool belongs to numpy and is read in place by a compiled loop (CPU)."""
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.host_kernel import attend_rows
+from mlx_paged_attention.ops.layer import AttentionLayer
+
+Plane = NDArray[np.float32]
+_NO_SINKS: NDArray[np.float32] = np.empty(0, np.float32)
+
+
+class HostLayer(AttentionLayer):
+    """Planes as numpy float32 arrays, ``[blocks, kv_heads, block_size, head_dim]``.
+
+    MLX's CPU back end runs no custom kernels, so each layer evaluates its queries, keys and
+    values and works on numpy's zero-copy views of them. The pool never changes address, and
+    the operating system commits its pages as blocks are first written.
+    """
+
+    def __init__(self, spec: LayerKVSpec, num_blocks: int) -> None:
+        super().__init__(spec)
+        self.k, self.v = (np.zeros((num_blocks, *plane.shape), np.float32) for plane in spec.planes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        return ()
+
+    def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
+        mx.eval(keys, values)
+        blocks, offsets = np.divmod(batch.slots, batch.block_size)
+        for plane, new in ((self.k, keys), (self.v, values)):
+            plane[blocks, :, offsets] = _token_rows(new)
+
+    def gather(
+        self, batch: AttentionBatch, row: int, first: int, last: int
+    ) -> tuple[mx.array, mx.array]:
+        size = batch.block_size
+        begin, end = first // size, -(-last // size)
+        table = batch.block_tables[row : row + 1, begin:end]
+        span = slice(first - begin * size, last - begin * size)
+        return mx.array(_gather(self.k, table)[:, :, span]), mx.array(_gather(self.v, table)[:, :, span])
+
+    def gather_rows(self, batch: AttentionBatch) -> tuple[mx.array, mx.array]:
+        table = batch.block_tables[:, : -(-batch.longest // batch.block_size)]
+        empty = ~batch.written
+        dense = []
+        for plane in (self.k, self.v):
+            rows = _gather(plane, table)[:, :, : batch.longest]
+            rows.transpose(0, 2, 1, 3)[empty] = 0
+            dense.append(mx.array(rows))
+        return dense[0], dense[1]
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        mx.eval(queries, keys, values)  # one evaluation per layer
+        return super().attend(queries, keys, values, batch, scale=scale, sinks=sinks)
+
+    def attend_in_place(
+        self, queries: mx.array, batch: AttentionBatch, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        rows, heads, length, _ = queries.shape
+        q = _token_rows(queries)
+        out = np.empty((rows * length, heads, self.v.shape[3]), np.float32)
+        attend_rows(
+            np.ascontiguousarray(q),
+            self.k,
+            self.v,
+            batch.block_tables,
+            batch.context_lens,
+            length,
+            np.float32(scale),
+            self.spec.window or 0,
+            np.float32(0),
+            _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32)),
+            out,
+        )
+        return mx.array(out).reshape(rows, length, heads, -1).swapaxes(1, 2)
+
+
+def _token_rows(x: mx.array) -> Plane:
+    """``[rows, heads, queries, head_dim]`` as a numpy ``[rows * queries, heads, head_dim]``."""
+    view = np.array(x, copy=False)
+    rows, heads, queries, head_dim = view.shape
+    return view.transpose(0, 2, 1, 3).reshape(rows * queries, heads, head_dim)
+
+
+def _gather(plane: Plane, table: NDArray[np.int32]) -> Plane:
+    """Blocks by table: ``[rows, kv_heads, width * block_size, head_dim]``."""
+    rows, width = table.shape
+    _, kv_heads, block_size, head_dim = plane.shape
+    return plane[table].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, width * block_size, head_dim)

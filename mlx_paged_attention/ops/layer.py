@@ -1,0 +1,87 @@
+"""AttentionLayer: one layer's keys and values in the pool, and what can be done with them."""
+
+from abc import ABC, abstractmethod
+
+import mlx.core as mx
+
+from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.chunk import chunk_attention
+
+# Up to this many queries of one sequence, attention reads the blocks in place; beyond, gathering
+# them once and running MLX's dense attention is cheaper than re-reading them for every query.
+SHORT_QUERIES = 16
+
+
+class AttentionLayer(ABC):
+    """The physical planes of one layer and the operations on them.
+
+    Keys and values come as models make them, ``[rows, kv_heads, queries, head_dim]``; queries
+    as ``[rows, heads, queries, head_dim]``.
+    """
+
+    def __init__(self, spec: LayerKVSpec) -> None:
+        self.spec = spec
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of this layer's arrays, read off the arrays."""
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple[mx.array, ...]:
+        """Arrays to evaluate so that everything written has been written; may be empty."""
+
+    @abstractmethod
+    def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
+        """Put keys and values into the batch's slots, in place."""
+
+    @abstractmethod
+    def gather(
+        self, batch: AttentionBatch, row: int, first: int, last: int
+    ) -> tuple[mx.array, mx.array]:
+        """Positions ``first .. last - 1`` of a row as ``[1, kv_heads, last - first, head_dim]``."""
+
+    @abstractmethod
+    def gather_rows(self, batch: AttentionBatch) -> tuple[mx.array, mx.array]:
+        """All rows, ``[rows, kv_heads, longest, head_dim]``; positions not yet written are 0."""
+
+    @abstractmethod
+    def attend_in_place(
+        self, queries: mx.array, batch: AttentionBatch, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention of every query over its blocks, read where they lie."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Write the new keys and values, then attend.
+
+        Args:
+            queries: ``[rows, heads, queries, head_dim]``.
+            keys, values: the new tokens', ``[rows, kv_heads, queries, head_dim]``.
+            scale: factor of the scores before the softmax.
+            sinks: ``[heads]``, a logit per head that takes part in the softmax without a value.
+
+        Returns:
+            ``[rows, heads, queries, v_head_dim]`` in the queries' type.
+        """
+        if batch.rows > 1 or batch.queries <= SHORT_QUERIES:
+            self.write(keys, values, batch)
+            return self.attend_in_place(queries, batch, scale, sinks)
+        self.write(keys, values, batch)
+        start, window = int(batch.starts[0]), self.spec.window
+        first = 0 if window is None else max(0, start - window + 1)
+        if start > 0:
+            keys, values = self.gather(batch, 0, first, start + batch.queries)
+        return chunk_attention(
+            queries, keys, values, start=start - first, scale=scale, window=window, sinks=sinks
+        )

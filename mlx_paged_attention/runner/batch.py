@@ -1,0 +1,120 @@
+"""From planned rows to forward passes: which tokens go through the model together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.scheduler.step_plan import PlannedRow
+
+# A chunk of up to this many tokens joins the single-token rows of its step where the model
+# allows it; a longer one is a forward of its own, whose attention is one dense operation.
+PACK_LIMIT = 32
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """One forward pass.
+
+    Attributes:
+        tokens: int32 ``[rows, queries]``.
+        attention: where the rows read and write.
+        planned: the planned rows that take part, in order.
+        spans: for each of them, the half-open range of its tokens in the flattened ``tokens``.
+    """
+
+    tokens: NDArray[np.int32]
+    attention: AttentionBatch
+    planned: tuple[PlannedRow, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+def build_batches(
+    rows: Sequence[PlannedRow],
+    tables: dict[str, NDArray[np.int32]],
+    block_size: int,
+    *,
+    pack: bool,
+    batch_rows: bool,
+) -> Iterator[BatchInput]:
+    """Split a step into forwards, keeping the plan's order so that readers follow writers.
+
+    Args:
+        tables: each request's block table, int32, long enough for this step.
+        pack: short chunks may join single-token rows as rows of one token each.
+        batch_rows: several sequences may share a forward at all.
+    """
+    together: list[PlannedRow] = []
+    for row in rows:
+        length = len(row.token_ids)
+        if batch_rows and (length == 1 or (pack and length <= PACK_LIMIT)):
+            together.append(row)
+            continue
+        if together:
+            yield _token_rows(together, tables, block_size)
+            together = []
+        yield _chunk(row, tables, block_size)
+    if together:
+        yield _token_rows(together, tables, block_size)
+
+
+def _token_rows(
+    rows: Sequence[PlannedRow], tables: dict[str, NDArray[np.int32]], block_size: int
+) -> BatchInput:
+    """Every token its own row: ``[tokens, 1]``."""
+    lengths = np.array([len(row.token_ids) for row in rows])
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    first = np.repeat(np.array([row.start for row in rows]) - (ends - lengths), lengths)
+    positions = (first + np.arange(total)).astype(np.int32)
+    width = max(_blocks(row, block_size) for row in rows)
+    table = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        used = _blocks(row, block_size)
+        table[i, :used] = tables[row.request_id][:used]
+    table = np.repeat(table, lengths, axis=0)
+    write_from = np.repeat(np.array([row.write_from for row in rows]), lengths)
+    attention = AttentionBatch(
+        starts=positions,
+        queries=1,
+        slots=_slots(positions, table[np.arange(total), positions // block_size], write_from, block_size),
+        block_tables=table,
+        block_size=block_size,
+    )
+    tokens = np.array([token for row in rows for token in row.token_ids], np.int32)[:, None]
+    spans = tuple((int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True))
+    return BatchInput(tokens, attention, tuple(rows), spans)
+
+
+def _chunk(row: PlannedRow, tables: dict[str, NDArray[np.int32]], block_size: int) -> BatchInput:
+    """One sequence's run of tokens: ``[1, tokens]``."""
+    length = len(row.token_ids)
+    positions = np.arange(row.start, row.start + length)
+    table = tables[row.request_id][: _blocks(row, block_size)]
+    write_from = np.full(length, row.write_from)
+    attention = AttentionBatch(
+        starts=np.array([row.start], np.int32),
+        queries=length,
+        slots=_slots(positions, table[positions // block_size], write_from, block_size),
+        block_tables=table[None],
+        block_size=block_size,
+    )
+    return BatchInput(np.array([row.token_ids], np.int32), attention, (row,), ((0, length),))
+
+
+def _blocks(row: PlannedRow, block_size: int) -> int:
+    """Blocks that hold the row's context once this step is written."""
+    return -(-(row.start + len(row.token_ids)) // block_size)
+
+
+def _slots(
+    positions: NDArray[np.integer],
+    blocks: NDArray[np.int32],
+    write_from: NDArray[np.integer],
+    block_size: int,
+) -> NDArray[np.int64]:
+    slots = blocks.astype(np.int64) * block_size + positions % block_size
+    # What a published block holds already goes to the null block instead.
+    return np.where(positions >= write_from, slots, positions % block_size)

@@ -1,0 +1,28 @@
+"""The ways in which a step's tokens can go through a model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step becomes forwards.
+
+    Attributes:
+        pack: short chunks join the single-token rows of the step, one row per token.
+        dense: keys and values are gathered for the model's own attention.
+        batch_rows: several sequences share a forward.
+    """
+
+    name: str
+    pack: bool = False
+    dense: bool = False
+    batch_rows: bool = True
+
+
+# From fastest to most accepting. Which one a model gets is decided by :mod:`self_check`.
+LAYOUTS = (
+    Layout("packed rows", pack=True),
+    Layout("row layout"),
+    Layout("dense gather", dense=True),
+    Layout("dense gather, one sequence at a time", dense=True, batch_rows=False),
+)

@@ -1,0 +1,101 @@
+"""At load, every model proves which way of running a step computes what mlx-lm computes.
+
+Ragged sequences go through mlx-lm's own cache, one alone, and through each layout in chunks and
+mixed steps on shuffled blocks; the first layout whose logits agree is the one that is used.
+Nothing is inferred from names, so a model that no layout runs exactly is refused, not approximated.
+"""
+
+import random
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.errors import UnsupportedModelError
+from mlx_paged_attention.runner.kv_pool import KVPool
+from mlx_paged_attention.runner.layout import LAYOUTS, Layout
+from mlx_paged_attention.runner.model_runner import ModelHost, ModelRunner
+from mlx_paged_attention.sampling.params import RowSampling
+from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepPlan
+
+# Tokens each sequence computes in each step: chunks first, then a mixed step, then decode.
+_STEPS = ((6, 9, 4), (11, 1, 3), (1, 1, 40), (1, 1, 1))
+
+# Largest |difference| of logits, in standard deviations of the reference's. Wrong positions or a
+# wrong mask move them by about 3; rounding in a half-precision type by a few hundredths.
+_TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+
+
+def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int, on_host: bool) -> Layout:
+    """The fastest layout that is exact for this model.
+
+    Raises:
+        UnsupportedModelError: no layout is; the message has each one's error.
+    """
+    lengths = np.sum(_STEPS, axis=0)
+    prompts = [
+        [(37 * i * i + 101 * i + 11 * s + 3) % vocab_size for i in range(length)]
+        for s, length in enumerate(lengths)
+    ]
+    references = [_mlx_lm_logits(host.model, prompt) for prompt in prompts]
+    tolerance = _TOLERANCE[specs[0].planes[0].dtype]
+    failures = []
+    for layout in LAYOUTS:
+        try:
+            error = _error(host, specs, layout, prompts, references, on_host=on_host)
+        except Exception as exception:  # whatever model code raises is this layout's verdict
+            failures.append(f"{layout.name}: {type(exception).__name__}: {exception}")
+            continue
+        if error <= tolerance:
+            return layout
+        failures.append(f"{layout.name}: off by {error:.2g} standard deviations")
+    raise UnsupportedModelError(
+        "the model does not compute on the paged cache what it computes in mlx_lm "
+        f"({'; '.join(failures)}); use mlx_lm for it"
+    )
+
+
+def _mlx_lm_logits(model: nn.Module, tokens: list[int]) -> NDArray[np.float32]:
+    logits = model(mx.array([tokens]), cache=make_prompt_cache(model))
+    return np.array(logits[0].astype(mx.float32))
+
+
+def _error(
+    host: ModelHost,
+    specs: list[LayerKVSpec],
+    layout: Layout,
+    prompts: list[list[int]],
+    references: list[NDArray[np.float32]],
+    *,
+    on_host: bool,
+) -> float:
+    block_size = specs[0].planes[0].shape[1]
+    needed = [-(-len(prompt) // block_size) for prompt in prompts]
+    ids = list(range(1, 1 + sum(needed)))
+    random.Random(0).shuffle(ids)
+    runner = ModelRunner(host, KVPool(specs, 1 + sum(needed), host=on_host), layout)
+    names = [str(i) for i in range(len(prompts))]
+    done = [0] * len(prompts)
+    worst = 0.0
+    for step, counts in enumerate(_STEPS):
+        new = [
+            NewRow(name, prompt, len(prompt), RowSampling(temperature=0.0))
+            for name, prompt in zip(names, prompts, strict=True)
+            if step == 0
+        ]
+        rows = []
+        for i, count in enumerate(counts):
+            blocks, ids = (ids[: needed[i]], ids[needed[i] :]) if step == 0 else ([], ids)
+            tokens = prompts[i][done[i] : done[i] + count]
+            rows.append(PlannedRow(names[i], tokens, done[i], blocks, done[i], sample=True))
+            done[i] += count
+        for row, logits in runner.forward(StepPlan(step, new, rows, [])):
+            assert logits is not None
+            reference = references[int(row.request_id)][row.start + len(row.token_ids) - 1]
+            ours = np.array(logits[-1].astype(mx.float32))
+            difference = float(np.abs(ours - reference).max() / max(reference.std(), 1e-6))
+            worst = max(worst, difference if np.isfinite(difference) else np.inf)
+    return worst
