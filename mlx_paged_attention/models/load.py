@@ -1,6 +1,5 @@
 """Load a model's weights into an unmodified mlx-lm model."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from mlx_paged_attention.models.gguf import (
     weights_from_gguf,
 )
 from mlx_paged_attention.models.gguf_header import GGUFHeader
-from mlx_paged_attention.models.source import ModelSource, checked_gguf_header, weight_files
+from mlx_paged_attention.models.source import ModelSource, checked_gguf_header, read_json, weight_files
 
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -33,6 +32,7 @@ _CONTEXT_KEYS = (
     "seq_length",
 )
 _ASSUMED_CONTEXT = 4096
+_EXPANDED = "the {} weights were expanded to float32, which is faster on a CPU"
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
-    """Load the model of ``source`` for ``device``, in the calling thread.
+    """Load the model of ``source``, in the calling thread and on MLX's default device.
 
     On a CPU every weight becomes float32 (quantised and half-precision matmuls are 10 to 100 times
     slower there); on a GPU quantised layers stay quantised and ``"auto"`` keeps the checkpoint's type.
@@ -74,7 +74,7 @@ def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
     Args:
         source: of ``resolve``.
         dtype: ``"auto"``, ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        device: ``"cpu"`` or ``"gpu"``.
+        device: ``"cpu"`` or ``"gpu"``, what MLX's default device is.
 
     Raises:
         UnsupportedModelError: mlx-lm does not know the architecture or number format, or the
@@ -86,17 +86,15 @@ def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
             f"dtype {dtype} is not run on a CPU, where it is 10 to 100 times slower than float32: "
             "use auto or float32"
         )
-    # MLX puts every operation on the default device; loading must not run on the other one.
-    with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
-        load = _load_gguf if source.kind == "gguf" else _load_directory
-        return load(source.path, dtype, device)
+    load = _load_gguf if source.kind == "gguf" else _load_directory
+    return load(source.path, dtype, device)
 
 
 def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
     files = weight_files(path)
     if device == "gpu":
         _require_memory(sum(file.stat().st_size for file in files), device)
-    raw_config = _read_json(path / "config.json")
+    raw_config = read_json(path / "config.json")
     try:
         # Lazy: shapes are checked, but no weight is read before we know that it fits.
         model, config = mlx_lm_utils.load_model(path, lazy=True, trust_remote_code=False)
@@ -106,15 +104,15 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
     quantisation = _quantisation(model)
     if device == "cpu":
         _require_memory(_float32_bytes(model), device)
-        model.set_dtype(mx.float32)
+        model = _expand(model)
         if quantisation is not None:
-            model = mlx_lm_utils.dequantize_model(model)
-            notes.append(f"the {quantisation} weights were expanded to float32, which is faster on a CPU")
+            notes.append(_EXPANDED.format(quantisation))
             quantisation = _quantisation(model)
     elif dtype != "auto":
         _cast(model, dtype)
     _evaluate(model)
-    generation_config = _read_json(path / "generation_config.json")
+    generation_path = path / "generation_config.json"
+    generation_config = read_json(generation_path) if generation_path.is_file() else {}
     return LoadedModel(
         model=model,
         config=config,
@@ -150,7 +148,7 @@ def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
     if not expand:
         _cast(model, _gguf_float_type(header) if dtype == "auto" else dtype)
     elif stored is not None:
-        notes.append(f"the {stored} weights were expanded to float32, which is faster on a CPU")
+        notes.append(_EXPANDED.format(stored))
     _evaluate(model)
     final = _float_type(model)
     return LoadedModel(
@@ -218,6 +216,17 @@ def _float32_bytes(model: nn.Module) -> int:
         per_item = 32 // modules[owner].bits if owner in packed and leaf == "weight" else 1
         total += array.size * per_item * 4
     return total
+
+
+def _expand(model: nn.Module) -> nn.Module:
+    """Every parameter as float32, quantised layers as plain ones; nothing is evaluated yet."""
+    for name, module in model.named_modules():
+        if "global_scale" in module:
+            raise UnsupportedModelError(f"{name} is quantised with a global scale, which is not run on a CPU")
+    model.set_dtype(mx.float32)  # scales first, so that weights are not rounded to half precision
+    model = mlx_lm_utils.dequantize_model(model)
+    model.set_dtype(mx.float32)  # formats without float scales, such as mxfp4, expand to bfloat16
+    return model
 
 
 def _cast(model: nn.Module, dtype: str) -> None:
@@ -289,13 +298,3 @@ def _eos_ids(*configs: dict[str, Any]) -> list[int]:
         value = config.get("eos_token_id")
         ids += value if isinstance(value, list) else [] if value is None else [value]
     return list(dict.fromkeys(ids))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    return value

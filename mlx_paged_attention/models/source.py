@@ -110,7 +110,7 @@ def _one_line(error: BaseException) -> str:
 
 def check_directory(path: Path) -> None:
     """Raise ``ModelLoadError`` unless ``path`` holds a configuration and complete safetensors files."""
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     if (model_file := config.get("model_file")) is not None:
         raise UnsupportedModelError(
             f"{path} wants to run its own Python ({model_file}); only architectures of mlx-lm are run"
@@ -119,7 +119,7 @@ def check_directory(path: Path) -> None:
         raise ModelLoadError(f"{path / 'config.json'} names no model_type")
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelLoadError(f"{index} has no weight_map")
         missing = sorted({str(shard) for shard in weight_map.values() if not (path / str(shard)).is_file()})
@@ -189,7 +189,8 @@ def _check_safetensors(path: Path) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model directory's file, or ``ModelLoadError``."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
