@@ -23,12 +23,15 @@ class TokenScores:
 
     def __init__(self, logits: mx.array, token_ids: mx.array, k: int) -> None:
         x = logits.astype(mx.float32)
-        total = mx.logsumexp(x, axis=-1, keepdims=True)
+        # Relative to the maximum, so that logits of any magnitude keep their precision.
+        maximum = mx.max(x, axis=-1, keepdims=True)
+        total = mx.log(mx.sum(mx.exp(x - maximum), axis=-1, keepdims=True))
         chosen = mx.take_along_axis(x, token_ids[:, None], -1)
-        self.arrays = [token_ids, (chosen - total).squeeze(1), mx.sum(x > chosen, axis=-1) + 1]
+        logprob = (chosen - maximum - total).squeeze(1)
+        self.arrays = [token_ids, logprob, mx.sum(x > chosen, axis=-1) + 1]
         if k:
             values, ids = largest(x, k)
-            self.arrays += [ids, values - total]
+            self.arrays += [ids, values - maximum - total]
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Wait for the numbers; row ``i`` reports its ``counts[i] <= k`` likeliest tokens."""
