@@ -92,9 +92,7 @@ def by_rank_if_covered(scaled: mx.array, filters: Filters, u: mx.array) -> tuple
     """
     ids, weights = _candidates(scaled, filters, CANDIDATES)
     mass = mx.sum(_min_p_weights(scaled, filters), axis=-1, keepdims=True)
-    # A last candidate below min-p has weight 0, and then nothing that passes lies beyond it.
-    enough = mx.sum(weights, axis=-1, keepdims=True) >= filters.top_p * mass
-    covered = enough | (weights[:, -1:] == 0)
+    covered = mx.sum(weights, axis=-1, keepdims=True) >= filters.top_p * mass
     return _draw_top_p(ids, weights, mass, filters, u), covered.squeeze(1)
 
 

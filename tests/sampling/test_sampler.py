@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from sampling_reference import distribution, make_row, processed, sample, sample_many
 
+from mlx_paged_attention.sampling import draw
 from mlx_paged_attention.sampling.draw import CANDIDATES
 from mlx_paged_attention.sampling.random import uniform
 from mlx_paged_attention.sampling.sampler import launch
@@ -145,7 +146,7 @@ def test_a_repeated_run_repeats_and_another_seed_differs():
     assert len(set(run(42))) > 8  # the stream moves on
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-3])
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-6, 1e-3])
 def test_a_tiny_temperature_takes_the_likeliest(temperature):
     logits = np.random.default_rng(4).permuted(np.tile(np.arange(500, dtype=np.float32), (64, 1)), axis=1)
     for options in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
@@ -206,6 +207,13 @@ def test_the_extreme_random_numbers_draw_possible_tokens(monkeypatch, u, options
         want = distribution(x.astype(np.float64), make_row(**options).sampling)
         possible = want.ids[want.probabilities > 0]
         assert token in possible[:2] if u == 0 else token in possible[-200:]
+
+
+def test_a_target_that_rounding_moved_past_the_sum_finds_the_last_possible_entry():
+    weights = mx.array([[0.0, 0.5, 0.25, 0.0], [0.0, 0.0, 1e-45, 0.0]])
+    index, _ = draw._find(weights, mx.array([[0.75], [1.0]]))
+    assert index.tolist() == [[2], [2]]
+    assert draw._find(weights, mx.zeros((2, 1)))[0].tolist() == [[1], [2]]
 
 
 def test_launch_does_not_write_its_logits_or_rows():
