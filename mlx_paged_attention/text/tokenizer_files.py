@@ -68,8 +68,9 @@ def _converted_backend(path: Path) -> tokenizers.Tokenizer:
 
         backend = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False).backend_tokenizer
     except Exception as error:
+        reason = " ".join(str(error).split())
         raise ModelLoadError(
-            f"{path} has no tokenizer.json, and its vocabulary cannot be converted to one: {error}"
+            f"{path} has no tokenizer.json, and its vocabulary cannot be converted to one: {reason}"
         ) from error
     assert isinstance(backend, tokenizers.Tokenizer)
     return backend
