@@ -32,6 +32,8 @@ def error_body(
     """The JSON body of an error; messages that quote a client's huge value are shortened."""
     if len(message) > _LONGEST_MESSAGE:
         message = message[:_LONGEST_MESSAGE] + "…"
+    message = message.encode(errors="backslashreplace").decode()
+    param = None if param is None else param.encode(errors="backslashreplace").decode()
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

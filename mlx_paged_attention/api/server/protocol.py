@@ -4,6 +4,7 @@ A field that would change the answer and is not supported is refused by name; so
 that say nothing about the answer (``NO_EFFECT``) are accepted and have no effect, here as at OpenAI.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -99,6 +100,8 @@ class GenerationRequest(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
+            if not _is_unicode(value):
+                raise InvalidRequestError(f"{name} holds half of a surrogate pair: no Unicode text", name)
             if name in UNSUPPORTED:
                 reason, harmless = UNSUPPORTED[name]
                 # `in` would take 0 for False.
@@ -175,6 +178,15 @@ class ChatRequest(GenerationRequest):
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {"self", "messages", "sampling_params", "request_id", "output_kind", "add_generation_prompt", "tokenize"}
 )
+
+
+def _is_unicode(value: Any) -> bool:
+    # JSON can spell lone surrogates ("\\ud800"), which no tokenizer can read.
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text_or_texts(value: Any) -> Any:

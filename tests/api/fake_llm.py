@@ -1,0 +1,262 @@
+"""FakeLLM: AsyncLLM's interface without a model. Tokens are bytes, answers are scripted, time is chosen."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from mlx_paged_attention.engine.outputs import (
+    CompletionOutput,
+    EngineInfo,
+    EngineStats,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.messages import normalize_messages
+
+ANSWER = "The quick brown fox jumps over the lazy dog. "
+EOS = 0
+MAX_MODEL_LEN = 256
+
+INFO = EngineInfo(
+    model="fake/bytes",
+    backend="cpu",
+    dtype="float32",
+    forward="row layout",
+    vocab_size=256,
+    num_blocks=101,
+    block_size=16,
+    bytes_per_token=1024,
+    pool_bytes=101 * 16 * 1024,
+    max_model_len=MAX_MODEL_LEN,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    full_length_requests=6.25,
+    eos_token_ids=[EOS],
+)
+
+
+class ByteTokenizer:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def chat_token_ids(self, messages: Any, **template_kwargs: Any) -> list[int]:
+        text = "".join(f"<{m['role']}>{m['content']}" for m in normalize_messages(messages))
+        if template_kwargs.pop("add_generation_prompt", True):
+            text += "<assistant>"
+        return self.encode(text + "".join(f"[{name}={value}]" for name, value in template_kwargs.items()))
+
+
+class FakeLLM:
+    """Answers every prompt with the same text, the first letter of answer ``i`` replaced by digit ``i``.
+
+    Attributes:
+        step_time: seconds per token; ``first_step`` those before the first.
+        fail_after: tokens after which the engine dies.
+        active: requests that are being answered.
+        aborted: how many were ended by their reader.
+        params: the sampling parameters of every request, in order.
+    """
+
+    def __init__(
+        self,
+        answer: str = ANSWER,
+        *,
+        step_time: float = 0.0,
+        first_step: float = 0.0,
+        fail_after: int | None = None,
+        generation_config: dict[str, Any] | None = None,
+        cached: Callable[[list[int]], int] = lambda ids: 0,
+        tokenizer: bool = True,
+    ) -> None:
+        self.info = INFO
+        self.tokenizer = ByteTokenizer() if tokenizer else None
+        self.generation_config = generation_config or {}
+        self.step_time, self.first_step, self.fail_after = step_time, first_step, fail_after
+        self.dead_reason: str | None = None
+        self.active: set[str] = set()
+        self.aborted = 0
+        self.params: list[SamplingParams] = []
+        self.prompts: list[list[int]] = []
+        self.closed = False
+        self._answer = answer
+        self._cached = cached
+        self._ids = itertools.count()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.dead_reason is None
+
+    def stats(self) -> EngineStats:
+        used = len(self.active)
+        return EngineStats(
+            num_blocks=101,
+            block_size=16,
+            free_blocks=100 - used,
+            cached_blocks=0,
+            used_blocks=used,
+            running=len(self.active),
+            waiting=0,
+            preemptions=3,
+            prefix_queries=640,
+            prefix_hits=320,
+            pool_bytes=INFO.pool_bytes,
+            steps=7,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def __aenter__(self) -> "FakeLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def abort(self, request_id: str) -> None:
+        self.active.discard(request_id)
+
+    async def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        output_kind: Literal["cumulative", "delta", "final"] = "cumulative",
+        **template_kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert self.tokenizer is not None
+        ids = self.tokenizer.chat_token_ids(messages, **template_kwargs)
+        outputs = self.generate(ids, sampling_params, request_id, output_kind=output_kind)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        output_kind: Literal["cumulative", "delta", "final"] = "cumulative",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._require_alive()
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("this engine takes token ids only", "prompt")
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            text, ids = None, prompt
+        if any(not 0 <= token_id < 256 for token_id in ids):
+            raise InvalidRequestError("prompt: token ids must lie in [0, 256)", "prompt")
+        if any(token_id >= 256 for token_id in sampling_params.logit_bias or ()):
+            raise InvalidRequestError("logit_bias: token ids must lie in [0, 256)", "logit_bias")
+        room = MAX_MODEL_LEN - len(ids)
+        if room < 1:
+            raise RequestTooLongError(
+                f"the prompt has {len(ids)} tokens, at most {MAX_MODEL_LEN - 1} fit", "prompt"
+            )
+        self.params.append(sampling_params)
+        self.prompts.append(ids)
+        request_id = request_id or f"fake-{next(self._ids)}"
+        self.active.add(request_id)
+        finished = False
+        try:
+            async for output in self._steps(request_id, text, ids, sampling_params, room):
+                finished = output.finished
+                if output_kind != "final" or finished:
+                    yield self._shown(output, output_kind)
+        finally:
+            self.active.discard(request_id)
+            self.aborted += not finished
+
+    async def _steps(
+        self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, room: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Cumulative outputs, one per token."""
+        arrival = time.monotonic()
+        await asyncio.sleep(self.first_step)
+        first = time.monotonic()
+        limit = min(params.max_tokens or room, room)
+        script = (self._answer * (1 + limit // len(self._answer))).encode()
+        ends = not params.ignore_eos and len(self._answer) < limit
+        count = len(self._answer) if ends else limit
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(_entries(token, params.prompt_logprobs) for token in ids[1:])]
+        for length in range(1, count + 1):
+            if length > 1:
+                await asyncio.sleep(self.step_time)
+            if self.fail_after is not None and length > self.fail_after:
+                self.dead_reason = "scripted failure"
+            self._require_alive()
+            done = length == count
+            answers = []
+            for index in range(params.n):
+                tokens = [ord(str(index)), *script[1:length]]
+                answers.append(
+                    CompletionOutput(
+                        index=index,
+                        text=bytes(tokens).decode(errors="ignore"),
+                        token_ids=tokens,
+                        logprobs=None
+                        if params.logprobs is None
+                        else [_entries(token, params.logprobs) for token in tokens],
+                        finish_reason=("stop" if ends else "length") if done else None,
+                    )
+                )
+            yield RequestOutput(
+                request_id=request_id,
+                prompt=text,
+                prompt_token_ids=ids,
+                outputs=answers,
+                num_cached_tokens=self._cached(ids),
+                metrics=RequestMetrics(arrival, first, first, time.monotonic() if done else None),
+                finished=done,
+                prompt_logprobs=prompt_logprobs,
+            )
+
+    def _shown(self, output: RequestOutput, kind: str) -> RequestOutput:
+        if kind != "delta":
+            return output
+        length = len(output.outputs[0].token_ids)
+        deltas = []
+        for answer in output.outputs:
+            before = bytes(answer.token_ids[:-1]).decode(errors="ignore")
+            deltas.append(
+                replace(
+                    answer,
+                    text=answer.text[len(before) :],
+                    token_ids=answer.token_ids[-1:],
+                    logprobs=None if answer.logprobs is None else answer.logprobs[-1:],
+                )
+            )
+        return replace(
+            output, outputs=deltas, prompt_logprobs=output.prompt_logprobs if length == 1 else None
+        )
+
+    def _require_alive(self) -> None:
+        if self.dead_reason is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.dead_reason}")
+
+
+def _entries(token: int, alternatives: int) -> dict[int, Logprob]:
+    """The token itself is the second most likely; the others follow its number."""
+    others = [(token + step) % 256 for step in range(1, alternatives + 1)]
+    ranked = [*others[:1], token, *others[1:]]
+    return {
+        t: Logprob(-0.5 * rank, rank, bytes([t]).decode(errors="replace")) for rank, t in enumerate(ranked, 1)
+    }
