@@ -25,7 +25,7 @@ import mlx.core as mx
 x, w = mx.random.normal((128, 576)), mx.random.normal((576, 1536))
 mx.eval(x, w)
 times = []
-for _ in range(4):
+for _ in range(10):
     start = time.perf_counter()
     mx.eval(x @ w)
     times.append(time.perf_counter() - start)
@@ -49,8 +49,9 @@ def run(*code, **environment):
 
 
 def test_matmul_is_at_least_five_times_faster_with_the_blas():
-    slow, _ = run("import mlx_paged_attention.blas", MATMUL, MLX_PAGED_BLAS="off")
-    fast, _ = run("from mlx_paged_attention.blas import load_blas; load_blas()", MATMUL)
+    # One thread: on a busy machine two that wait for each other measure the neighbours.
+    slow, _ = run(STATUS.replace("print", ""), MATMUL, MLX_PAGED_BLAS="off")
+    fast, _ = run(STATUS.replace("print", ""), MATMUL, OPENBLAS_NUM_THREADS="1")
     assert float(slow) > 5 * float(fast)
 
 

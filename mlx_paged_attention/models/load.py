@@ -169,7 +169,8 @@ def _build(config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
     """mlx-lm's model for ``config`` with ``weights``, quantised where they are."""
     model_class, args_class = mlx_lm_utils._get_classes(config)
     model: nn.Module = model_class(args_class.from_dict(config))
-    weights = model.sanitize(weights)
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(weights)
 
     def layer_format(name: str, _module: nn.Module) -> bool | dict[str, Any]:
         scales = weights.get(f"{name}.scales")
