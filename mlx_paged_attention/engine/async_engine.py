@@ -8,6 +8,7 @@ from collections.abc import Callable
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.engine import Emit, Engine
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
+from mlx_paged_attention.engine.mlx_thread import run_on_mlx_thread
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats
 from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError
 from mlx_paged_attention.models.source import ModelSource
@@ -44,16 +45,10 @@ class AsyncEngine:
         self._closing = False
         self._dead: EngineDeadError | None = None
         self._started: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(config, source, tokenizer, progress),
-            name="mlx-paged-engine",
-            daemon=True,
-        )
-        self._thread.start()
+        self._ended = run_on_mlx_thread(lambda: self._run(config, source, tokenizer, progress))
         result = self._started.get()
         if isinstance(result, BaseException):
-            self._thread.join()
+            self._ended.wait()
             raise result
         self._engine = result
         self._stats = result.stats()
@@ -125,10 +120,9 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Stop the thread; requests still being served get an :class:`EngineDeadError`."""
-        if self._thread.is_alive():
-            self._closing = True
-            self._commands.put(lambda: None)
-            self._thread.join()
+        self._closing = True
+        self._commands.put(lambda: None)
+        self._ended.wait()
 
     # ---- on the engine's thread
 
