@@ -1,0 +1,132 @@
+"""A runner without a model that checks every step it is given, and helpers to make its requests.
+
+What it stores in a slot names the whole token prefix up to there, as a key or value would depend on it.
+So a row that reads a slot which was overwritten, not yet written or somebody else's fails at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlx_paged_attention.cache.block_hash import root_hash
+from mlx_paged_attention.cache.manager import KVCacheManager
+from mlx_paged_attention.sampling.params import RowSampling
+from mlx_paged_attention.scheduler.request import Request
+from mlx_paged_attention.scheduler.step_plan import RowOutput, StepOutput, StepPlan
+
+VOCAB_SIZE = 250
+
+
+def make_manager(num_blocks: int, block_size: int = 16, **options: Any) -> KVCacheManager:
+    options = {"enable_caching": True, "root_hash": root_hash("test"), **options}
+    return KVCacheManager(num_blocks, block_size, **options)
+
+
+def make_request(request_id: str, prompt: Sequence[int], **options: Any) -> Request:
+    sampling = RowSampling(temperature=0.0, prompt_logprobs=options.pop("prompt_logprobs", None))
+    return Request(request_id, prompt, sampling, **{"max_tokens": 16, **options})
+
+
+def varied_prompt(length: int, seed: int) -> list[int]:
+    return [(7 * i + 13 * seed + i * i) % VOCAB_SIZE + 3 for i in range(length)]
+
+
+def reply(plan: StepPlan, tokens: dict[str, list[int]] | None = None) -> StepOutput:
+    """An output with the given tokens per request, or token 7 for every row that samples."""
+    rows = [
+        RowOutput(row.request_id, (tokens or {}).get(row.request_id, [7])) for row in plan.rows if row.sample
+    ]
+    return StepOutput(plan.step, rows)
+
+
+def _extend(state: int, token: int) -> int:
+    return hash((state, token))
+
+
+def expected_output(prompt: Iterable[int], length: int) -> list[int]:
+    """What the fake runner makes of a prompt when it runs alone."""
+    state = 0
+    for token in prompt:
+        state = _extend(state, token)
+    output = []
+    for _ in range(length):
+        output.append(state % VOCAB_SIZE)
+        state = _extend(state, output[-1])
+    return output
+
+
+class FakeRunner:
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._size = manager.block_size
+        self._tables: dict[str, list[int]] = {}
+        self._states: dict[str, list[int]] = {}
+        self._slots: dict[tuple[int, int], int] = {}
+        self._final: dict[int, bytes] = {}
+        self._failed: set[str] = set()
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        assert plan.rows
+        self._enter(plan)
+        assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+        written: set[tuple[int, int]] = set()
+        outputs = []
+        for row in plan.rows:
+            table, states = self._tables[row.request_id], self._states[row.request_id]
+            table += row.new_block_ids
+            del states[row.start :]
+            assert len(states) == row.start, f"{row.request_id} leaves a gap"
+            for token in row.token_ids:
+                states.append(_extend(states[-1] if states else 0, token))
+            if row.request_id in self._failed:
+                continue
+            for position in range(max(row.start, row.write_from), len(states)):
+                slot = self._slot(table, position)
+                assert slot[0] != 0
+                assert slot not in written, f"{slot} is written twice in one step"
+                final = self._final.get(slot[0])
+                assert final is None or not self._manager.is_published(slot[0], final)
+                written.add(slot)
+                self._slots[slot] = states[position]
+            for position, state in enumerate(states):
+                found = self._slots.get(self._slot(table, position))
+                assert found == state, f"{row.request_id} reads another's slot at {position}"
+            outputs.append(RowOutput(row.request_id, [states[-1] % VOCAB_SIZE] if row.sample else []))
+        for block in self._manager.pool.blocks:
+            if block.block_hash is None:
+                self._final.pop(block.block_id, None)
+            elif all((block.block_id, offset) in written for offset in range(self._size)[-1:]):
+                self._final[block.block_id] = block.block_hash
+        return StepOutput(plan.step, outputs)
+
+    def fail(self, plan: StepPlan) -> None:
+        """The step breaks off halfway: its slots hold garbage."""
+        self._enter(plan)
+        for row in plan.rows:
+            table = self._tables[row.request_id]
+            table += row.new_block_ids
+            del self._states[row.request_id][row.start :]
+            for token in row.token_ids:
+                states = self._states[row.request_id]
+                states.append(_extend(states[-1] if states else 0, token))
+            for position in range(max(row.start, row.write_from), row.start + len(row.token_ids)):
+                self._slots[self._slot(table, position)] = -1
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Rows of these requests in steps already planned are garbage: do not check them."""
+        self._failed.update(request.request_id for request in requests)
+
+    def _enter(self, plan: StepPlan) -> None:
+        for request_id in plan.released:
+            del self._tables[request_id], self._states[request_id]
+        for new in plan.new:
+            assert new.request_id not in self._tables
+            self._tables[new.request_id] = []
+            row = next(row for row in plan.rows if row.request_id == new.request_id)
+            assert row.token_ids == new.token_ids[row.start : row.start + len(row.token_ids)]
+            states: list[int] = []
+            for token in new.token_ids[: row.start]:
+                states.append(_extend(states[-1] if states else 0, token))
+            self._states[new.request_id] = states
+
+    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
+        return table[position // self._size], position % self._size
