@@ -110,9 +110,7 @@ class AsyncLLM:
         if self.tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
         token_ids = self.tokenizer.chat_token_ids(messages, **template_options)
-        async for output in self.generate(
-            token_ids, sampling_params, request_id, output_kind=output_kind
-        ):
+        async for output in self.generate(token_ids, sampling_params, request_id, output_kind=output_kind):
             yield output
 
     async def abort(self, request_id: str) -> None:

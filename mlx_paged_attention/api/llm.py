@@ -80,9 +80,7 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(many, params, strict=True)):
             emit = _numbered(results, index)
             try:
-                groups.append(
-                    self._engine.prepare(uuid.uuid4().hex, prompt, one, kind="final", emit=emit)
-                )
+                groups.append(self._engine.prepare(uuid.uuid4().hex, prompt, one, kind="final", emit=emit))
             except InvalidRequestError as error:
                 if len(many) > 1:
                     error.args = (f"prompt {index}: {error}",)

@@ -78,7 +78,7 @@ def plan_pool(
         if num_blocks < 2:
             raise ModelLoadError(
                 f"too little memory for a KV cache: {free_memory // MIB} MiB are free beside the weights, "
-                f"and two blocks of {size} tokens need {2 * bytes_per_block / MIB:.1f} MiB in a quarter of it; "
+                    f"and two blocks need {2 * bytes_per_block / MIB:.1f} MiB in a quarter of that; "
                 "close other programs or use a smaller model"
             )
 

@@ -171,9 +171,7 @@ class Engine:
             self._advance(group, sequence, token_ids, rows[request.request_id])
         self._report(touched.values())
 
-    def _advance(
-        self, group: RequestGroup, sequence: Sequence, token_ids: list[int], row: RowOutput
-    ) -> None:
+    def _advance(self, group: RequestGroup, sequence: Sequence, token_ids: list[int], row: RowOutput) -> None:
         if token_ids and group.first_token_time is None:
             group.first_token_time = time.monotonic()
         sequence.append(token_ids, row.logprobs)

@@ -17,8 +17,7 @@ def tokenize(prompt: str | list[int], tokenizer: Tokenizer | None) -> tuple[str 
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequestError(
-                "the prompt is text, but the engine has no tokenizer (skip_tokenizer_init); "
-                "pass token ids",
+                "the prompt is text, but the engine has no tokenizer (skip_tokenizer_init); pass token ids",
                 "prompt",
             )
         token_ids = tokenizer.encode(prompt)

@@ -19,12 +19,11 @@ def select_rows_in_head(model: nn.Module, context: ForwardContext) -> None:
     A head that is found nowhere is left alone: it then computes all rows, and
     :func:`selected_logits` selects afterwards.
     """
-    for _, module in model.named_modules():
-        for name, child in module.children().items():
-            if name == "lm_head" and isinstance(child, nn.Module):
-                child.__class__ = _selecting(type(child), context, "__call__")
-            elif isinstance(child, nn.Embedding | nn.QuantizedEmbedding):
-                child.__class__ = _selecting(type(child), context, "as_linear")
+    for path, module in model.named_modules():
+        if path.split(".")[-1] == "lm_head":
+            _make_selecting(module, context, "__call__")
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            _make_selecting(module, context, "as_linear")
 
 
 def selected_logits(logits: mx.array, context: ForwardContext, tokens: int) -> mx.array:
@@ -36,8 +35,9 @@ def selected_logits(logits: mx.array, context: ForwardContext, tokens: int) -> m
     return flat if context.selected.size == tokens else flat[context.selected]
 
 
-def _selecting(kind: type[nn.Module], context: ForwardContext, method: str) -> type[nn.Module]:
-    """A subclass whose ``method`` sees the selected rows of ``[rows, queries, width]`` only."""
+def _make_selecting(module: nn.Module, context: ForwardContext, method: str) -> None:
+    """Give a module's ``method`` the selected rows of ``[rows, queries, width]`` only."""
+    kind = type(module)
     original = getattr(kind, method)
 
     def selected(self: nn.Module, x: mx.array, *args: Any) -> mx.array:
@@ -46,4 +46,5 @@ def _selecting(kind: type[nn.Module], context: ForwardContext, method: str) -> t
         result: mx.array = original(self, x, *args)
         return result
 
-    return type(kind.__name__, (kind,), {method: selected})
+    # A subclass for this one module: its class stays as it is for every other.
+    module.__class__ = type(kind.__name__, (kind,), {method: selected})

@@ -54,9 +54,7 @@ class PagedLayerCache:
         """``[rows, heads, queries, head_dim]`` over the pool, the new keys included."""
         assert self._new is not None, "attention before update_and_fetch"
         keys, values = self._new
-        return self.layer.attend(
-            queries, keys, values, self._context.current(), scale=scale, sinks=sinks
-        )
+        return self.layer.attend(queries, keys, values, self._context.current(), scale=scale, sinks=sinks)
 
     def settle(self) -> bool:
         """End a forward: forget the new keys. False if attention never came for them."""
@@ -101,7 +99,8 @@ def scaled_dot_product_attention(
     """mlx-lm's function of that name; keys that came from a paged cache attend over its pool."""
     owner = _pending.pop(id(keys), None)
     if owner is None:
-        return _mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+        plain: mx.array = _mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+        return plain
     return owner.attend(queries, scale, sinks)
 
 

@@ -35,9 +35,7 @@ class DeviceLayer(AttentionLayer):
         self.k[blocks, :, offsets] = _token_rows(keys, self.k.dtype)
         self.v[blocks, :, offsets] = _token_rows(values, self.v.dtype)
 
-    def gather(
-        self, batch: AttentionBatch, row: int, first: int, last: int
-    ) -> tuple[mx.array, mx.array]:
+    def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         size = batch.block_size
         begin, end = first // size, -(-last // size)
         tables = batch.device_tables[row : row + 1, begin:end]

@@ -39,9 +39,7 @@ class HostLayer(AttentionLayer):
         for plane, new in ((self.k, keys), (self.v, values)):
             plane[blocks, :, offsets] = _token_rows(new)
 
-    def gather(
-        self, batch: AttentionBatch, row: int, first: int, last: int
-    ) -> tuple[mx.array, mx.array]:
+    def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         size = batch.block_size
         begin, end = first // size, -(-last // size)
         table = batch.block_tables[row : row + 1, begin:end]

@@ -38,9 +38,7 @@ class AttentionLayer(ABC):
         """Put keys and values into the batch's slots, in place."""
 
     @abstractmethod
-    def gather(
-        self, batch: AttentionBatch, row: int, first: int, last: int
-    ) -> tuple[mx.array, mx.array]:
+    def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         """Positions ``first .. last - 1`` of a row as ``[1, kv_heads, last - first, head_dim]``."""
 
     @abstractmethod

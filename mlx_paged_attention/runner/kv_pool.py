@@ -1,6 +1,6 @@
 """KVPool: the physical keys and values of every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.layer import AttentionLayer
@@ -16,8 +16,8 @@ class KVPool:
     def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int, *, host: bool) -> None:
         self.num_blocks = num_blocks
         self.block_size = specs[0].planes[0].shape[1]
-        layer_type = _layer_type(host)
-        self.layers: list[AttentionLayer] = [layer_type(spec, num_blocks) for spec in specs]
+        make_layer = _layer_type(host)
+        self.layers = [make_layer(spec, num_blocks) for spec in specs]
         expected = num_blocks * sum(spec.bytes_per_block for spec in specs)
         assert self.nbytes == expected, "the specs' byte counts disagree with the arrays"
 
@@ -30,7 +30,8 @@ class KVPool:
         return self.nbytes // (self.num_blocks * self.block_size)
 
 
-def _layer_type(host: bool) -> type[AttentionLayer]:
+def _layer_type(host: bool) -> Callable[[LayerKVSpec, int], AttentionLayer]:
+    """Imported on demand: the compiler for the host's kernel exists only where it is needed."""
     if host:
         from mlx_paged_attention.ops.host import HostLayer
 

@@ -60,25 +60,21 @@ class ModelRunner:
         self._host = host
         self._pool = pool
         self._layout = layout
-        self._caches = [
-            PagedLayerCache(layer, host.context, dense=layout.dense) for layer in pool.layers
-        ]
+        self._caches = [PagedLayerCache(layer, host.context, dense=layout.dense) for layer in pool.layers]
         self._rows: dict[str, RunnerRow] = {}
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute a step: every row's tokens, then one new token for each row that samples."""
         forwards = self.forward(plan)
         sampled = [
-            (row.request_id, logits[-1:])
-            for row, logits in forwards
-            if logits is not None and row.sample
+            (row.request_id, logits[-1:]) for row, logits in forwards if logits is not None and row.sample
         ]
         tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
         if sampled:
-            rows = [self._rows[request_id].sampling for request_id, _ in sampled]
-            pending = launch(mx.concatenate([logits for _, logits in sampled]), rows)
-            for (request_id, _), row, result in zip(sampled, rows, pending.read(), strict=True):
-                row.append(result.token_id)
+            states = [self._rows[request_id].sampling for request_id, _ in sampled]
+            pending = launch(mx.concatenate([logits for _, logits in sampled]), states)
+            for (request_id, _), state, result in zip(sampled, states, pending.read(), strict=True):
+                state.append(result.token_id)
                 tokens[request_id] = (
                     [result.token_id],
                     None if result.logprobs is None else [result.logprobs],
