@@ -58,6 +58,12 @@ def fetch_default_model(*, progress: bool = True) -> Path:
     return target
 
 
+def cached_default_model() -> Path | None:
+    """Path of the default model's GGUF file if it has been fetched; fetches nothing."""
+    target = cache_dir() / "models" / _GGUF_NAME
+    return target if _is_complete(target) else None
+
+
 def _is_complete(target: Path) -> bool:
     # The content was verified before the file got its name; the size guards against later damage.
     return target.is_file() and target.stat().st_size == _GGUF_SIZE

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from mlx_paged_attention import __version__
 from mlx_paged_attention.api.server import chat, completions, health, models
 from mlx_paged_attention.api.server.errors import add_error_handlers
 from mlx_paged_attention.api.server.middleware import ApiKey, BodyLimit
 from mlx_paged_attention.api.server.serving import Serving
-from mlx_paged_attention.api.version import package_version
 
 if TYPE_CHECKING:
     from mlx_paged_attention.api.async_llm import AsyncLLM
@@ -33,7 +33,7 @@ def create_app(
         api_keys: if any, one of them is needed for every route but ``/health`` and ``/ping``.
         max_body_bytes: larger requests are answered 413.
     """
-    app = FastAPI(title="mlx-paged-attention", version=package_version(), docs_url=None, redoc_url=None)
+    app = FastAPI(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, served_model_names or [llm.info.model])
     for family in (completions, chat, models, health):
         app.include_router(family.router)

@@ -9,7 +9,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RequestFailedError,
+    RequestTooLongError,
+)
 
 _LONGEST_MESSAGE = 1000
 
@@ -49,6 +54,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             status, param, code = 400, error.param, None
         case EngineDeadError():
             status, param, code = 503, None, "engine_dead"
+        case RequestFailedError():
+            status, param, code = 500, None, "request_failed"
         case _:
             return 500, error_body(
                 f"internal error ({type(error).__name__}); the server's log has the details", status=500
@@ -75,7 +82,7 @@ def add_error_handlers(app: FastAPI) -> None:
             error_body(message, status=error.status_code), error.status_code, headers=error.headers
         )
 
-    for known_type in (ApiError, InvalidRequestError, EngineDeadError, Exception):
+    for known_type in (ApiError, InvalidRequestError, EngineDeadError, RequestFailedError, Exception):
         app.add_exception_handler(known_type, known)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)

@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import JSONResponse, Response
 
+from mlx_paged_attention import __version__
 from mlx_paged_attention.api.server.serving import Serving
-from mlx_paged_attention.api.version import package_version
 
 router = APIRouter()
 
@@ -22,7 +22,7 @@ async def health(request: Request) -> Response:
 @router.get("/version")
 async def version() -> Response:
     """The version of this package."""
-    return JSONResponse({"version": package_version()})
+    return JSONResponse({"version": __version__})
 
 
 @router.get("/load")

@@ -247,7 +247,7 @@ async def _events(first: list[Any], chunks: AsyncGenerator[list[Any], None]) -> 
     except Exception as error:
         # The status has been sent; all that is left is to say so inside the stream.
         status, body = describe(error)
-        if status == 500:
+        if status >= 500:
             logger.exception("a stream failed")
         yield _event([body])
     yield b"data: [DONE]\n\n"

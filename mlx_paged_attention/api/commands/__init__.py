@@ -1,0 +1,1 @@
+"""The commands of ``mlx-paged``, one file each."""

@@ -1,0 +1,74 @@
+"""``mlx-paged serve``: the OpenAI-compatible server."""
+
+import signal
+import socket
+import sys
+from typing import Annotated
+
+import uvicorn
+from cyclopts import Parameter
+
+from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, loaded, say
+from mlx_paged_attention.errors import InvalidRequestError
+
+_GRACE_SECONDS = 5  # for answers still running when the server is told to stop
+
+EXAMPLES = """Examples:
+
+    mlx-paged serve
+    mlx-paged serve --model mlx-community/Qwen3-0.6B-4bit --port 8080 --kv-memory 4GB
+    mlx-paged serve --host 0.0.0.0 --api-key "$MY_KEY"
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Hello"}'
+"""
+
+
+def serve(
+    *,
+    host: Annotated[str, Parameter(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Key that requests must send as a bearer token; may be given several times.", negative=""
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Name that requests use for the model; may be given several times.",
+            consume_multiple=True,
+            negative="",
+        ),
+    ] = None,
+    engine: EngineFlags = DEFAULT_ENGINE,
+) -> None:
+    """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    options = engine.options()
+    # Told to stop while loading or serving, close the engine before leaving.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # The address is taken before the model is loaded, and listened on only after.
+    with _bind(host, port) as listener, loaded(options) as llm:
+        from mlx_paged_attention.api.server.app import create_app
+
+        app = create_app(llm, served_model_names=served_model_name or (), api_keys=api_key or ())
+        names = ", ".join(app.state.serving.names)
+        shown = f"[{host}]" if ":" in host else host
+        say(f"serving {names} at http://{shown}:{listener.getsockname()[1]}/v1 (Ctrl-C stops)")
+        config = uvicorn.Config(app, log_level="info", timeout_graceful_shutdown=_GRACE_SECONDS)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InvalidRequestError(
+            f"cannot listen on {host} port {port}: {reason}; choose another --port or --host", "port"
+        ) from error
+    return listener
