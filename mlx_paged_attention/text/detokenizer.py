@@ -90,7 +90,8 @@ class Detokenizer:
         """
         if self.stopped is not None:
             return ""
-        text = self._release(self._tail(), self._num_tokens > self._min_tokens)
+        tail = self._decode(self._context + self._pending)[len(self._shown) :]
+        text = self._release(tail, self._num_tokens > self._min_tokens)
         self._context, self._pending, self._shown = [], [], ""
         if self.stopped is None:
             text += self._held
@@ -107,53 +108,48 @@ class Detokenizer:
         """The text that has become certain with this id."""
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        is_open = text.endswith(REPLACEMENT)
         if not text.startswith(self._shown):
-            # A byte-fallback decoder took back characters of its last run of byte tokens.
-            if is_open and len(self._pending) < _MAX_PENDING:
-                return ""  # The bytes may yet become a character, and the others come back.
+            # A byte-fallback decoder takes back the characters of a run of byte tokens if an invalid byte
+            # follows. They are out: go on without them.
             self._context, self._shown = [], ""
             text = self._decode(self._pending)
-            is_open = text.endswith(REPLACEMENT)
-        if is_open and len(self._pending) >= _MAX_PENDING:
-            return self._cut_window(text)
-        if is_open:
-            new = text.rstrip(REPLACEMENT)[len(self._shown) :]
-            self._shown += new
-            return new
+        if text.endswith(REPLACEMENT):
+            return self._show_undecided(text)
         new = text[len(self._shown) :]
         if new:
-            self._move_window()
+            self._context, self._pending = self._pending, []
+            self._shown = self._decode(self._context)
         elif len(self._pending) >= _MAX_PENDING:
             self._pending.clear()  # Ids without text, such as ones beyond the vocabulary.
         return new
 
-    def _tail(self) -> str:
-        """The text of the window that is not out yet."""
-        if not self._pending:
-            return ""
-        text = self._decode(self._context + self._pending)
-        return text[len(self._shown) :] if text.startswith(self._shown) else self._decode(self._pending)
+    def _show_undecided(self, text: str) -> str:
+        """The new part of the text that no further byte can change; its end may be half a character."""
+        cut, certain = 0, max(len(self._shown), len(text.rstrip(REPLACEMENT)))
+        if len(self._pending) >= _MAX_PENDING:
+            cut, length = self._last_border(text)
+            certain = max(certain, length)
+        new = text[len(self._shown) : certain]
+        self._shown += new
+        if cut:
+            self._context, self._pending = self._pending[:cut], self._pending[cut:]
+            rest = self._decode(self._context + self._pending)
+            self._shown = rest[: len(rest) - (len(text) - certain)]
+        return new
 
-    def _move_window(self) -> None:
-        self._context, self._pending = self._pending, []
-        self._shown = self._decode(self._context)
+    def _last_border(self, text: str) -> tuple[int, int]:
+        """The last place between pending ids that lies within no character, and where it is in the text.
 
-    def _cut_window(self, text: str) -> str:
-        """Let go of the pending ids before the last character border.
-
-        A character that spans a cut shows: its bytes make more replacement characters apart than together.
-        Of four successive cuts one is a border, as a character has at most four bytes.
+        A character that spans a place shows: its bytes make more replacement characters apart than together.
+        Of four successive places one is a border, as a character has at most four bytes; (0, 0) if ids
+        without text are among them.
         """
         for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):
-            head, tail = self._context + self._pending[:cut], self._pending[cut:]
-            head_text = self._decode(head)
-            if head_text + self._decode(tail) == text:
-                new = head_text[len(self._shown) :]
-                self._context, self._pending = self._pending[:cut], tail
-                self._shown = self._decode(self._context)
-                return new
-        return ""
+            head = self._decode(self._context + self._pending[:cut])
+            tail = self._decode(self._pending[cut:])
+            if tail and head + tail == text:
+                return cut, len(head)
+        return 0, 0
 
     def _release(self, text: str, may_stop: bool) -> str:
         """Put new text behind the held text; returns what of both can no longer be part of a stop string."""

@@ -90,10 +90,35 @@ def test_joined_pieces_equal_the_decoded_text_for_any_ids(ids, skip):
     assert out + detokenizer.flush() == decoded
 
 
-def test_a_long_run_of_invalid_bytes_keeps_flowing_at_constant_cost():
+@given(st.lists(st.sampled_from([0x80, 0x82, 0xAC, 256, 257, 258, 259, 300]), max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_broken_characters_of_every_kind_stream_as_they_decode(ids):
+    """Mostly undecided text, so that the window is cut all the time; id 300 exists in no vocabulary."""
+    tokenizer = Tokenizer(byte_level(b"y\xe2", b"\xf0\x9f", b"\x82z\xe2\x82", b" "))
+    decoded = tokenizer.decode(ids)
+    detokenizer = tokenizer.detokenizer()
+    out = ""
+    for token_id in ids:
+        out += detokenizer.push(token_id)
+        assert decoded.startswith(out), "text was taken back"
+    assert out + detokenizer.flush() == decoded
+
+
+def test_a_window_cut_inside_a_token_that_is_partly_out_repeats_nothing():
+    outs, _ = stream([b"y\xe2"] * 6 + [b"x\xe2", b"\x82", b"\xac"])
+    assert outs == ["y", *["\ufffdy"] * 5, "\ufffdx", "", "€", ""]
+
+
+@pytest.mark.parametrize("count", range(12))
+def test_a_character_after_invalid_bytes_is_whole(count):
+    outs, _ = stream([b"\x80"] * count + [bytes([byte]) for byte in "€😀".encode()])
+    assert "".join(outs) == "\ufffd" * count + "€😀"
+
+
+@pytest.mark.parametrize(("ids", "text"), [(range(0x80, 0xC0), "\ufffd"), (range(300, 364), "")])
+def test_ids_that_never_make_a_character_flow_at_constant_cost(ids, text):
     sizes = []
-    backend = byte_level()
-    detokenizer = Tokenizer(backend).detokenizer()
+    detokenizer = Tokenizer(byte_level()).detokenizer()
     plain = detokenizer._decode
 
     def counting(ids):
@@ -101,9 +126,9 @@ def test_a_long_run_of_invalid_bytes_keeps_flowing_at_constant_cost():
         return plain(ids)
 
     detokenizer._decode = counting
-    out = "".join(detokenizer.push(0x80 + i % 64) for i in range(500))
-    assert len(out) > 480
-    assert out + detokenizer.flush() == "\ufffd" * 500
+    out = "".join(detokenizer.push(token_id) for token_id in [*ids] * 8)
+    assert len(out) >= len(text) * 490
+    assert out + detokenizer.flush() == text * 512
     assert max(sizes) <= 16
 
 
@@ -126,12 +151,15 @@ def test_a_byte_fallback_stream_reads_as_the_decoded_text(ids):
     assert all(c in remaining for c in words)
 
 
-def test_a_character_that_is_out_stays_out_when_an_invalid_byte_follows_it():
+@pytest.mark.parametrize("text", ["A", "é", "€", "x€", "€x"])
+@pytest.mark.parametrize("invalid", [b"\xff", b"\x80", b"\xe2\x82"])
+def test_a_character_that_is_out_stays_out_when_an_invalid_byte_follows_it(text, invalid):
     tokenizer = Tokenizer(byte_fallback())
-    ids = [1 + 0x41, 1 + 0xFF, 258]
+    ids = [1 + byte for byte in text.encode() + invalid]
     detokenizer = tokenizer.detokenizer()
-    assert [detokenizer.push(token_id) for token_id in ids] == ["A", "", "\ufffda"]
-    assert tokenizer.decode(ids) == "A\ufffda"
+    assert "".join(map(detokenizer.push, ids)) == text
+    assert tokenizer.decode(ids) == text + detokenizer.flush() == text + "\ufffd" * len(invalid)
+    assert tokenizer.decode([*ids, 258]) == text + "\ufffd" * len(invalid) + "a"
 
 
 def test_a_byte_fallback_newline_is_out_at_once_and_can_stop():
@@ -260,6 +288,10 @@ def test_stop_strings_within_the_first_min_tokens_are_text(min_tokens, text, sto
 def test_a_stop_string_may_begin_within_the_first_min_tokens():
     outs, stopped = stream(["a", "S", "T"], stop=["ST"], min_tokens=2)
     assert ("".join(outs), stopped) == ("a", "ST")
+
+
+def test_a_stop_string_that_is_text_is_not_held():
+    assert stream(["xb", "y"], stop=["b", "long"], min_tokens=1)[0] == ["xb", "y", ""]
 
 
 @given(

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from small_vocabularies import byte_fallback, byte_level, byte_symbols
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 import mlx_paged_attention.text.tokenizer
 from mlx_paged_attention.errors import InvalidRequestError, ModelLoadError
@@ -27,6 +28,7 @@ def directory(tmp_path):
     backend = byte_level(special=SPECIAL)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     backend.enable_truncation(8)
+    backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
     write(
         tmp_path,
@@ -74,7 +76,7 @@ def test_a_directory_gives_vocabulary_special_tokens_and_template(directory):
     assert tokenizer.render_chat(USER_HI) == "<s><|user|>hi<|end|><|assistant|>"
 
 
-def test_saved_truncation_does_not_shorten_prompts(directory):
+def test_saved_truncation_and_padding_do_not_touch_prompts(directory):
     assert len(Tokenizer.from_directory(directory).encode("x" * 100)) == 101
 
 
@@ -215,6 +217,14 @@ def test_gguf_text_is_split_as_the_model_learned(pre, pieces):
     assert [piece for piece, _ in split] == pieces
 
 
+def test_gguf_llama_3_takes_whole_words_begins_with_bos_and_qwen_2_composes():
+    tokens = [*byte_symbols(), "ht", "th", "<tool>", "<s>", "</s>"]
+    llama = Tokenizer.from_gguf(gguf(pre="llama-bpe", merges=["h t"], tokens=tokens))
+    assert llama.encode("th ht") == [259, 257, 32, 256]
+    qwen = Tokenizer.from_gguf(gguf(pre="qwen2"))
+    assert qwen.encode("e\u0301") == list("é".encode())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -291,8 +301,30 @@ def byte_fallback_with_special_tokens():
     return backend
 
 
+def with_unknown_characters():
+    model = models.BPE(vocab={"<unk>": 0, "a": 1, "<": 2}, merges=[], unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["<unk>", *SPECIAL])
+    return backend
+
+
+def unigram():
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("<", -2.0), ("/s", -2.0), (">", -2.0), ("▁", -2.0)]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(["<unk>", *SPECIAL])
+    return backend
+
+
 @pytest.mark.parametrize(
-    "make_backend", [lambda: byte_level(special=SPECIAL), rstripping, byte_fallback_with_special_tokens]
+    "make_backend",
+    [
+        lambda: byte_level(special=SPECIAL),
+        rstripping,
+        byte_fallback_with_special_tokens,
+        with_unknown_characters,
+        unigram,
+    ],
 )
 @pytest.mark.parametrize("content", ["a foo", "  a  ", "é€ 漢字", "\n"])
 def test_a_look_alike_changes_nothing_but_itself(make_backend, content):
@@ -302,6 +334,13 @@ def test_a_look_alike_changes_nothing_but_itself(make_backend, content):
     marked = tokenizer.chat_token_ids([message, {"role": "user", "content": "</s>"}])
     assert tokenizer.encode_chat("</s>")[-1] not in marked
     assert marked[: len(plain)] == plain
+
+
+def test_a_role_is_not_mistaken_for_a_control_token_of_that_name():
+    backend = byte_level(special=(*SPECIAL, "user"))
+    template = "{% for m in messages %}{{ 'U' if m.role == 'user' else '?' }}{{ m.content }}{% endfor %}"
+    ids = chat_tokenizer(template, backend).chat_token_ids([{"role": "user", "content": "a user"}])
+    assert ids == list(b"Ua user")
 
 
 # --- single tokens and words --------------------------------------------------------------------------------
