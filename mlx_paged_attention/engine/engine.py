@@ -150,7 +150,8 @@ class Engine:
         """
         plan = self._scheduler.schedule()
         if not plan.rows:
-            return
+            # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
+            raise RuntimeError(f"nothing can be scheduled for {len(self._sequences)} live requests")
         now = time.monotonic()
         for row in plan.rows:
             group, _ = self._sequences[row.request_id]
