@@ -55,13 +55,11 @@ def expected_output(prompt: Iterable[int], length: int) -> list[int]:
 
 
 class FakeRunner:
-    def __init__(self, manager: KVCacheManager) -> None:
-        self._manager = manager
-        self._size = manager.block_size
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
         self._tables: dict[str, list[int]] = {}
         self._states: dict[str, list[int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
-        self._final: dict[int, bytes] = {}
         self._failed: set[str] = set()
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -83,19 +81,12 @@ class FakeRunner:
                 slot = self._slot(table, position)
                 assert slot[0] != 0
                 assert slot not in written, f"{slot} is written twice in one step"
-                final = self._final.get(slot[0])
-                assert final is None or not self._manager.is_published(slot[0], final)
                 written.add(slot)
                 self._slots[slot] = states[position]
             for position, state in enumerate(states):
                 found = self._slots.get(self._slot(table, position))
                 assert found == state, f"{row.request_id} reads another's slot at {position}"
             outputs.append(RowOutput(row.request_id, [states[-1] % VOCAB_SIZE] if row.sample else []))
-        for block in self._manager.pool.blocks:
-            if block.block_hash is None:
-                self._final.pop(block.block_id, None)
-            elif all((block.block_id, offset) in written for offset in range(self._size)[-1:]):
-                self._final[block.block_id] = block.block_hash
         return StepOutput(plan.step, outputs)
 
     def fail(self, plan: StepPlan) -> None:

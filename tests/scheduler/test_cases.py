@@ -17,7 +17,7 @@ class Loop:
         self.manager = make_manager(num_blocks, block_size, enable_caching=caching)
         options = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": 1024, **options}
         self.scheduler = Scheduler(self.manager, **options)
-        self.runner = FakeRunner(self.manager)
+        self.runner = FakeRunner(block_size)
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()

@@ -1,0 +1,209 @@
+"""Random traffic through the scheduler, steps planned up to two ahead, on a runner that checks every step.
+
+The fake runner's tokens depend on the tokens before them alone. So whatever is shared, chunked,
+preempted, resumed or overtaken, every request must get exactly the answer it gets alone.
+"""
+
+from collections import deque
+from typing import Any
+
+from fake_runner import FakeRunner, expected_output, make_manager, make_request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlx_paged_attention.errors import RequestTooLongError
+from mlx_paged_attention.scheduler.request import Request, RequestStatus
+from mlx_paged_attention.scheduler.scheduler import Scheduler
+from mlx_paged_attention.scheduler.step_plan import StepPlan
+
+MAX_MODEL_LEN = 40
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        cache=st.fixed_dictionaries(
+            {
+                "enable_caching": st.sampled_from([True, True, False]),
+                "full_hit": st.sampled_from(["one_token", "recompute_block"]),
+            }
+        ),
+        options=st.fixed_dictionaries(
+            {
+                "max_num_seqs": st.integers(1, 5),
+                "max_num_batched_tokens": st.sampled_from([5, 8, 16, 64]),
+                "policy": st.sampled_from(["fcfs", "priority"]),
+                "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
+                "enable_chunked_prefill": st.booleans(),
+            }
+        ),
+    )
+    def start(self, num_blocks: int, block_size: int, cache: dict[str, Any], options: dict[str, Any]) -> None:
+        if not options["enable_chunked_prefill"]:
+            options = {**options, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
+        self.manager = make_manager(
+            num_blocks, block_size, on_evict=lambda *block: self.evicted.append(block), **cache
+        )
+        self.scheduler = Scheduler(self.manager, max_model_len=MAX_MODEL_LEN, **options)
+        self.runner = FakeRunner(block_size)
+        self.evicted: list[tuple[int, bytes]] = []
+        self.requests: list[Request] = []
+        self.in_flight: deque[StepPlan] = deque()
+        self.idle = 0
+
+    @rule(
+        # Few kinds of start and one kind of end: prompts share prefixes and whole prompts.
+        start=st.integers(0, 1),
+        length=st.integers(1, 30),
+        tail=st.lists(st.integers(0, 1), max_size=3),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+    )
+    def submit(
+        self,
+        start: int,
+        length: int,
+        tail: list[int],
+        max_tokens: int,
+        priority: int,
+        prompt_logprobs: int | None,
+    ) -> None:
+        request = make_request(
+            str(len(self.requests)),
+            [start] * length + tail,
+            max_tokens=max_tokens,
+            priority=priority,
+            prompt_logprobs=prompt_logprobs,
+        )
+        try:
+            self.scheduler.add_request(request)
+        except RequestTooLongError:
+            longest = min(request.num_tokens + max_tokens, MAX_MODEL_LEN)
+            assert longest > self.manager.num_usable_blocks * self.manager.block_size
+        else:
+            self.requests.append(request)
+
+    @precondition(lambda self: len(self.in_flight) < 2)
+    @rule()
+    def plan(self) -> None:
+        scheduler, was_empty = self.scheduler, not self.in_flight
+        before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
+        preemptions = scheduler.num_preemptions
+        waited = scheduler.num_waiting
+        published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
+        self.evicted.clear()
+        plan = scheduler.schedule()
+        final = {block_id for block_id, _ in published.difference(self.evicted)}
+
+        assert plan.num_tokens <= scheduler.max_num_batched_tokens
+        assert scheduler.num_running <= scheduler.max_num_seqs
+        if scheduler.num_preemptions > preemptions:
+            assert plan.new == []
+        running = {request.request_id: request for request in scheduler.running}
+        entering = {new.request_id for new in plan.new}
+        for row in plan.rows:
+            request = running[row.request_id]
+            end = row.start + len(row.token_ids)
+            assert row.token_ids == request.token_ids[row.start : end] != []
+            assert row.start == before.get(row.request_id, row.start)
+            assert (row.request_id in before) != (row.request_id in entering)
+            assert request.num_computed_tokens == end <= request.num_tokens
+            assert row.sample == (end == request.num_tokens)
+            table, size = self.manager.block_ids(row.request_id), self.manager.block_size
+            assert table[len(table) - len(row.new_block_ids) :] == row.new_block_ids
+            assert final.isdisjoint(table[row.write_from // size : -(-end // size)])
+        if plan.rows:
+            self.in_flight.append(plan)
+            self.idle = 0
+        elif was_empty and waited:
+            self.idle += 1
+            assert self.idle < 2, "waiting requests and two steps that computed nothing"
+
+    @precondition(lambda self: not self.in_flight)
+    @rule(steps=st.integers(1, 6))
+    def take_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.plan()
+            while self.in_flight:
+                self.deliver()
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def deliver(self) -> None:
+        plan = self.in_flight.popleft()
+        self.scheduler.update(plan, self.runner.run(plan))
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def break_a_step(self) -> None:
+        plan = self.in_flight.popleft()
+        self.runner.fail(plan)
+        self.runner.forget(self.scheduler.fail_step(plan))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        alive = not request.is_finished
+        assert self.scheduler.abort([request.request_id]) == ([request] if alive else [])
+        assert request.is_finished
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        self.scheduler.finish_request(request.request_id, "###")
+        assert request.is_finished
+
+    @rule(running=st.booleans())
+    def reset(self, running: bool) -> None:
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        assert done == (self.scheduler.num_running == 0)
+        if done:
+            assert self.manager.num_cached_blocks == 0
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        alive = [request for request in self.requests if not request.is_finished]
+        running = [request for request in alive if request.status is RequestStatus.RUNNING]
+        assert sorted(map(id, running)) == sorted(map(id, self.scheduler.running))
+        assert len(alive) - len(running) == self.scheduler.num_waiting
+        for request in self.requests:
+            assert bool(self.manager.block_ids(request.request_id)) == (request in running)
+
+    @invariant()
+    def answers_are_those_of_a_lone_request(self) -> None:
+        for request in getattr(self, "requests", []):
+            if request.finish_reason != "error":
+                output = request.output_token_ids
+                assert output == expected_output(request.prompt_token_ids, len(output))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        while self.in_flight:
+            self.deliver()
+        for _ in range(600):
+            if not self.scheduler.has_unfinished_requests:
+                break
+            self.plan()
+            while self.in_flight:
+                self.deliver()
+        for request in self.requests:
+            assert request.is_finished
+            if request.finish_reason == "length":
+                total = min(request.num_prompt_tokens + request.max_tokens, MAX_MODEL_LEN)
+                assert request.num_tokens == total
+        self.books_agree()
+        self.answers_are_those_of_a_lone_request()
+        assert self.manager.usage == 0.0
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
