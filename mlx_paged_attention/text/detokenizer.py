@@ -125,7 +125,7 @@ class Detokenizer:
 
     def _show_undecided(self, text: str) -> str:
         """The new part of the text that no further byte can change; its end may be half a character."""
-        cut, certain = 0, max(len(self._shown), len(text.rstrip(REPLACEMENT)))
+        cut, certain = 0, len(text.rstrip(REPLACEMENT))
         if len(self._pending) >= _MAX_PENDING:
             cut, length = self._last_border(text)
             certain = max(certain, length)

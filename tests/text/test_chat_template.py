@@ -40,6 +40,7 @@ def test_templates_render_as_hugging_face_renders_them(source, text):
 
 
 def test_variables_reach_the_template():
+    assert render("{{ tools is none }}", tools=[]) == "True"
     assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
     assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
     assert re.fullmatch(r"\d{4}", render("{{ strftime_now('%Y') }}"))
