@@ -30,6 +30,18 @@ _FINISH_REASONS = {
 class Request:
     """Tokens, progress and state of one sequence.
 
+    Args:
+        prompt_token_ids: at least one.
+        sampling: how its rows are turned into tokens; the scheduler only passes it on.
+        max_tokens: most output tokens, at least 1.
+        min_tokens: output tokens before which no stop token ends it.
+        eos_token_ids: the model's end-of-sequence ids, without effect if ``ignore_eos``.
+        stop_token_ids: further ids that end it, each reported as ``stop_reason``.
+        priority: lower is served first under the priority policy.
+        arrival_time: seconds of any clock; ties in priority go to the earlier.
+        cache_salt: shares cached prefixes only with requests of the same salt.
+        adapter: name of the adapter it is computed with; its blocks are the adapter's own.
+
     Attributes:
         token_ids: prompt, then output; all tokens known so far.
         num_computed_tokens: of those, how many the steps planned so far compute or find cached.
@@ -38,6 +50,9 @@ class Request:
         block_hashes: digest of each full block of ``token_ids``; stays empty without caching.
         arrival_order: place among all requests, set by the scheduler.
         stop_reason: the stop string or stop token id that ended it; ``None`` for end of sequence.
+
+    Raises:
+        ValueError: the prompt is empty or ``max_tokens`` is below 1.
     """
 
     def __init__(

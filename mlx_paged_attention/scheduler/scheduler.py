@@ -202,7 +202,7 @@ class Scheduler:
         """
         if output.step != plan.step:
             raise ValueError(f"output of step {output.step} given for the plan of step {plan.step}")
-        missing = {row.request_id for row in plan.rows if row.sample}
+        missing = {row.request_id for row in plan.rows if row.sample and row.request_id in self._requests}
         missing.difference_update([row.request_id for row in output.rows if row.token_ids])
         if missing:
             raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")

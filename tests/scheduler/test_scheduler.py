@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from fake_runner import make_manager, make_request, reply, varied_prompt
 
@@ -183,14 +184,44 @@ def test_blocks_that_a_struck_row_was_to_fill_are_not_published() -> None:
 
 def test_a_step_that_preempts_admits_nothing() -> None:
     """Vector S10."""
-    scheduler = make_scheduler(11, max_num_batched_tokens=200, enable_caching=False)
-    add(scheduler, [80, 80])
+    scheduler = make_scheduler(11, policy="priority", enable_caching=False)
+    add(scheduler, [80, 80], priority=1)
     step(scheduler)
-    scheduler.add_request(make_request("small", [9]))
-    assert sizes(step(scheduler)) == {"0": 1}
+    urgent = make_request("urgent", [9], priority=0)
+    scheduler.add_request(urgent)
+    plan = step(scheduler)
+    assert sizes(plan) == {"0": 1}
+    assert plan.released == ["1"]
     assert scheduler.num_preemptions == 1
-    # The preempted request is the head of the queue and does not fit: the small one stays behind it.
-    assert sizes(step(scheduler)) == {"0": 1}
+    assert scheduler.manager.num_free_blocks == 4  # it would have fitted
+    assert sizes(step(scheduler)) == {"0": 1, "urgent": 1}
+
+
+def test_a_struck_row_gives_its_tokens_back_to_the_budget() -> None:
+    scheduler = make_scheduler(
+        9, 4, policy="priority", max_num_batched_tokens=8, max_num_seqs=3, enable_caching=False
+    )
+    scheduler.add_request(make_request("low", [1] * 22, priority=1, max_tokens=4))
+    assert sizes(step(scheduler)) == {"low": 8}
+    assert sizes(step(scheduler)) == {"low": 8}
+    for name in ("b", "c"):
+        scheduler.add_request(make_request(name, [2], priority=0))
+    assert sizes(step(scheduler, {"low": [7], "b": [7] * 4, "c": [7] * 8})) == {"low": 6, "b": 1, "c": 1}
+    assert scheduler.manager.num_free_blocks == 0
+    # low, first in the list, takes one of 8 tokens; then b finds no block, and low is struck.
+    plan = scheduler.schedule()
+    assert plan.released == ["low"]
+    assert sizes(plan) == {"b": 4, "c": 4}
+
+
+def test_blocks_that_a_running_prompt_still_needs_are_not_given_to_a_waiting_one() -> None:
+    scheduler = make_scheduler(10, 4, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    add(scheduler, [24, 16], max_tokens=4)
+    assert sizes(step(scheduler)) == {"0": 4}
+    assert scheduler.manager.num_free_blocks == 8  # of which the first still takes 5
+    for _ in range(5):
+        assert sizes(step(scheduler)) == {"0": 4}
+    assert scheduler.num_preemptions == 0
 
 
 def test_lookups_are_counted_once_per_admission() -> None:
@@ -209,7 +240,6 @@ def test_lookups_are_counted_once_per_admission() -> None:
     assert waiting.status is RequestStatus.RUNNING
     assert (stats.requests, stats.queries, stats.hits) == (2, 176, 0)
 
-    scheduler.reset_prefix_cache(reset_running_requests=False)
     resumed = waiting.num_tokens
     scheduler._preempt(waiting)
     step(scheduler)
@@ -311,6 +341,13 @@ def test_requests_of_one_step_share_blocks_and_the_writer_comes_first() -> None:
     assert [row.request_id for row in plan.rows] == ["a", "b", "c"]
     assert [row.new_block_ids for row in plan.rows] == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
     assert sizes(plan) == {"a": 33, "b": 1, "c": 1}
+
+
+def test_a_plan_survives_a_round_trip_through_msgpack() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, [40, 10], prompt_logprobs=2)
+    plan = scheduler.schedule()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
 
 
 def test_a_preempted_request_reenters_with_all_its_tokens() -> None:
@@ -495,6 +532,16 @@ def test_a_failed_step_spoils_the_blocks_of_requests_aborted_since() -> None:
     failing = scheduler.schedule()
     scheduler.abort(["0"])
     assert scheduler.fail_step(failing) == []
+    assert scheduler.manager.num_cached_blocks == 0
+
+
+def test_a_failed_requests_row_in_a_later_plan_needs_no_output() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    (request,) = add(scheduler, [40])
+    failing, following = scheduler.schedule(), scheduler.schedule()
+    assert following.rows[0].sample
+    assert scheduler.fail_step(failing) == [request]
+    assert scheduler.update(following, StepOutput(following.step, [])) == []
     assert scheduler.manager.num_cached_blocks == 0
 
 
