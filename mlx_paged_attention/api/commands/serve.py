@@ -59,6 +59,8 @@ def serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise InvalidRequestError(f"--port must be from 0 to 65535, not {port}", "port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -66,9 +68,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    except OSError as error:
         raise InvalidRequestError(
-            f"cannot listen on {host} port {port}: {reason}; choose another --port or --host", "port"
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host", "port"
         ) from error
     return listener
