@@ -1,0 +1,69 @@
+"""The physical arrays: their sizes are read off them, whichever back end holds them."""
+
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
+from mlx_paged_attention.ops.device import DeviceLayer
+from mlx_paged_attention.ops.host import HostLayer
+from mlx_paged_attention.runner.kv_pool import KVPool
+
+BLOCK_SIZE = 8
+
+
+def spec(kv_heads=2, k_dim=16, v_dim=16, dtype="float32", window=None):
+    planes = (
+        Plane("k", dtype, (kv_heads, BLOCK_SIZE, k_dim)),
+        Plane("v", dtype, (kv_heads, BLOCK_SIZE, v_dim)),
+    )
+    return LayerKVSpec(planes, window)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_the_pool_has_an_array_per_plane_in_the_order_of_the_specs(host):
+    specs = [spec(), spec(kv_heads=3, k_dim=24, v_dim=8, window=4), spec(kv_heads=1)]
+    pool = KVPool(specs, 5, host=host)
+    assert [layer.spec for layer in pool.layers] == specs
+    assert all(type(layer) is (HostLayer if host else DeviceLayer) for layer in pool.layers)
+    assert [(layer.k.shape, layer.v.shape) for layer in pool.layers] == [
+        ((5, 2, 8, 16), (5, 2, 8, 16)),
+        ((5, 3, 8, 24), (5, 3, 8, 8)),
+        ((5, 1, 8, 16), (5, 1, 8, 16)),
+    ]
+    assert all(not np.array(plane).any() for layer in pool.layers for plane in (layer.k, layer.v))
+    assert (pool.num_blocks, pool.block_size) == (5, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_bytes_are_those_of_the_arrays(host):
+    specs = [spec(), spec(kv_heads=3, k_dim=24, v_dim=8)]
+    pool = KVPool(specs, 5, host=host)
+    per_token = 4 * (2 * 2 * 16 + 3 * (24 + 8))
+    assert pool.bytes_per_token == per_token
+    assert pool.nbytes == 5 * BLOCK_SIZE * per_token
+    assert pool.nbytes == sum(plane.nbytes for layer in pool.layers for plane in (layer.k, layer.v))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_device_pool_keeps_the_type_of_the_spec(dtype):
+    pool = KVPool([spec(dtype=dtype)], 3, host=False)
+    assert pool.layers[0].k.dtype == getattr(mx, dtype)
+    assert pool.bytes_per_token == 2 * 2 * 2 * 16
+
+
+def test_a_pool_on_a_device_needs_no_compiler():
+    """Where there is no CPU extra there is no numba."""
+    code = (
+        "import sys\n"
+        "sys.modules['numba'] = None\n"
+        "from mlx_paged_attention.cache.spec import LayerKVSpec, Plane\n"
+        "from mlx_paged_attention.runner.kv_pool import KVPool\n"
+        "planes = tuple(Plane(n, 'float32', (1, 4, 8)) for n in 'kv')\n"
+        "print(KVPool([LayerKVSpec(planes)], 2, host=False).nbytes)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == str(2 * 2 * 4 * 8 * 4), result.stderr

@@ -1,0 +1,196 @@
+"""Every model shows at load which layout computes what mlx-lm computes; one that none does is refused."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import base, llama
+from mlx_lm.models.base import create_causal_mask
+from step_driver import ALONE, DENSE, PACKED, ROWS, load_host
+from tiny_models import TINY_MODELS, VOCAB_SIZE, WINDOW
+
+from mlx_paged_attention.errors import UnsupportedModelError
+from mlx_paged_attention.runner.self_check import choose_layout
+
+# Gemma 2 caps its scores in code of its own, which takes no mask per row.
+EXPECTED = {"gemma2": ALONE}
+
+
+def choose(host, specs, *, on_host=True):
+    return choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=on_host)
+
+
+@pytest.fixture
+def llama_host(tiny_model):
+    """A tiny Llama whose modules a test may break."""
+    return load_host(tiny_model("llama"))
+
+
+def replace_attention(host, kind):
+    """Give every layer's attention a class with other behaviour, weights untouched."""
+    for layer in host.model.model.layers:
+        layer.self_attn.__class__ = kind
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_each_model_gets_the_fastest_layout_that_is_exact(tiny_model, name, on_host):
+    host, specs = load_host(tiny_model(name))
+    assert choose(host, specs, on_host=on_host) is EXPECTED.get(name, PACKED)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_in_half_precision_is_no_difference(tiny_model, dtype):
+    host, specs = load_host(tiny_model("llama"))
+    host.model.set_dtype(getattr(mx, dtype))
+    half = [replace(s, planes=tuple(replace(p, dtype=dtype) for p in s.planes)) for s in specs]
+    assert choose(host, half, on_host=False) is PACKED
+
+
+class ComputesItsOwn(llama.Attention):
+    """Softmax written out, as some models do; masks of any kind are honoured."""
+
+    def __call__(self, x, mask=None, cache=None):
+        batch, length, _ = x.shape
+        q = self.q_proj(x).reshape(batch, length, self.n_heads, -1).transpose(0, 2, 1, 3)
+        k = self.k_proj(x).reshape(batch, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        v = self.v_proj(x).reshape(batch, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        k, v = cache.update_and_fetch(k, v)
+        repeats = self.n_heads // self.n_kv_heads
+        k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
+        scores = (q * self.scale) @ k.swapaxes(-1, -2)
+        if isinstance(mask, str):
+            mask = create_causal_mask(length, k.shape[2] - length)
+        if mask is not None:
+            scores = mx.where(mask, scores, -mx.inf)
+        out = mx.softmax(scores, axis=-1) @ v
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def test_a_model_with_attention_of_its_own_gets_the_dense_gather(llama_host):
+    host, specs = llama_host
+    replace_attention(host, ComputesItsOwn)
+    assert choose(host, specs) is DENSE
+    assert choose(host, specs, on_host=False) is DENSE
+
+
+class OnePositionForAllRows(ComputesItsOwn):
+    """Rotates every row by the position of the first, as code for one sequence does."""
+
+    def __call__(self, x, mask=None, cache=None):
+        offset = cache.offset
+        first = int(offset[0]) if isinstance(offset, mx.array) else offset
+        return super().__call__(
+            x, mask, SimpleNamespace(offset=first, update_and_fetch=cache.update_and_fetch)
+        )
+
+
+def test_a_model_that_cannot_batch_runs_one_sequence_at_a_time(llama_host):
+    host, specs = llama_host
+    replace_attention(host, OnePositionForAllRows)
+    assert choose(host, specs) is ALONE
+
+
+class CountsChunksFromZero(llama.Attention):
+    """Positions within the chunk instead of the sequence."""
+
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, SimpleNamespace(offset=0, update_and_fetch=cache.update_and_fetch))
+
+
+class IgnoresTheCache(llama.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask)
+
+
+class DependsOnTheChunk(llama.Attention):
+    """Its output depends on how many tokens come together: no cache can make that exact."""
+
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, cache) * (1 + 0.05 * x.shape[1])
+
+
+@pytest.mark.parametrize("kind", [CountsChunksFromZero, IgnoresTheCache, DependsOnTheChunk])
+def test_a_model_that_is_exact_in_no_layout_is_refused_with_each_ones_error(llama_host, kind):
+    host, specs = llama_host
+    replace_attention(host, kind)
+    with pytest.raises(UnsupportedModelError, match=r"packed rows: off by .* use mlx_lm for it") as refused:
+        choose(host, specs)
+    for layout in (PACKED, ROWS, DENSE, ALONE):
+        assert f"{layout.name}: " in str(refused.value)
+
+
+class RaisesWhenPaged(llama.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        if isinstance(cache.offset, mx.array):
+            raise TypeError("offset must be an int")
+        return super().__call__(x, mask, cache)
+
+
+def test_a_model_that_raises_is_refused_with_what_it_raised(llama_host):
+    host, specs = llama_host
+    replace_attention(host, RaisesWhenPaged)
+    with pytest.raises(UnsupportedModelError, match="packed rows: TypeError: offset must be an int"):
+        choose(host, specs)
+    # Nothing of it stays behind.
+    replace_attention(host, llama.Attention)
+    assert choose(host, specs) is PACKED
+
+
+def test_numbers_that_are_no_numbers_are_not_taken_for_agreement(llama_host):
+    host, specs = llama_host
+    host.model.lm_head.weight = mx.full(host.model.lm_head.weight.shape, mx.nan)
+    with pytest.raises(UnsupportedModelError, match="off by inf"):
+        choose(host, specs)
+
+
+@pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, None])
+def test_a_window_off_by_one_is_noticed(tiny_model, window):
+    host, specs = load_host(tiny_model("gemma3"))
+    assert {spec.window for spec in specs} == {WINDOW, None}
+    wrong = [replace(spec, window=window) if spec.window else spec for spec in specs]
+    # With the dense gather the model itself says how long its window is.
+    assert choose(host, wrong) is DENSE
+
+
+def test_a_window_where_there_is_none_is_noticed(llama_host):
+    host, specs = llama_host
+    with pytest.raises(UnsupportedModelError):
+        choose(host, [replace(specs[0], window=40), specs[1]])
+
+
+class SharesKeys(llama.Attention):
+    """Attends twice with the same keys; the second time mlx-lm's function sees the new keys alone."""
+
+    def __call__(self, x, mask=None, cache=None):
+        batch, length, _ = x.shape
+        q = self.q_proj(x).reshape(batch, length, self.n_heads, -1).transpose(0, 2, 1, 3)
+        k = self.k_proj(x).reshape(batch, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        v = self.v_proj(x).reshape(batch, length, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        k, v = cache.update_and_fetch(k, v)
+        one, other = (
+            llama.scaled_dot_product_attention(part, k, v, cache=cache, scale=self.scale, mask=mask)
+            for part in (q, q * 0.5)
+        )
+        return self.o_proj((one + other).transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def test_keys_that_are_attended_to_twice_are_not_taken_for_the_whole_context(llama_host):
+    host, specs = llama_host
+    replace_attention(host, SharesKeys)
+    assert choose(host, specs) is DENSE
+
+
+def test_the_check_leaves_mlx_lm_as_it_was(llama_host, oracle):
+    host, specs = llama_host
+    choose(host, specs)
+    prompt = list(range(3, 40))
+    logits = host.model(mx.array([prompt]))
+    assert logits.shape == (1, 37, VOCAB_SIZE)
+    assert int(logits[0, -1].argmax()) == oracle("llama").greedy(prompt, 1).token_ids[0]
+    assert base.scaled_dot_product_attention is not llama.scaled_dot_product_attention
+    assert isinstance(host.model.lm_head, nn.Linear)
