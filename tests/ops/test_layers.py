@@ -280,7 +280,8 @@ def test_a_pool_is_never_copied_while_it_is_written(kind):
 def test_a_pool_that_somebody_holds_is_copied():
     """Why nobody may hold one; and the control of the test above."""
     layer = make_layer(DeviceLayer, filled_with=0.0)
-    start, held = address(layer), layer.k
+    start, held = address(layer), layer.k.reshape(-1)
+    mx.eval(held)
     sequences = Sequences()
     batch, _, k, v = sequences.extend([sequences.new()], 3)
     layer.write(mx.array(k), mx.array(v), batch)
