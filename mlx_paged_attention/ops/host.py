@@ -1,5 +1,7 @@
 """HostLayer: a layer whose pool belongs to numpy and is read in place by a compiled loop (CPU)."""
 
+import threading
+
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,9 @@ from mlx_paged_attention.ops.layer import AttentionLayer
 
 Plane = NDArray[np.float32]
 _NO_SINKS: NDArray[np.float32] = np.empty(0, np.float32)
+# One loop at a time, whatever engine it belongs to: it takes all cores, and the threads numba falls
+# back to where it finds no OpenMP abort the process when two callers enter them.
+_LOOP = threading.Lock()
 
 
 class HostLayer(AttentionLayer):
@@ -75,19 +80,20 @@ class HostLayer(AttentionLayer):
         rows, heads, length, _ = queries.shape
         q = _token_rows(queries)
         out = np.empty((rows * length, heads, self.v.shape[3]), np.float32)
-        attend_rows(
-            np.ascontiguousarray(q),
-            self.k,
-            self.v,
-            batch.block_tables,
-            batch.context_lens,
-            length,
-            np.float32(scale),
-            self.spec.window or 0,
-            np.float32(0),
-            _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32)),
-            out,
-        )
+        with _LOOP:
+            attend_rows(
+                np.ascontiguousarray(q),
+                self.k,
+                self.v,
+                batch.block_tables,
+                batch.context_lens,
+                length,
+                np.float32(scale),
+                self.spec.window or 0,
+                np.float32(0),
+                _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32)),
+                out,
+            )
         return mx.array(out).reshape(rows, length, heads, -1).swapaxes(1, 2)
 
 

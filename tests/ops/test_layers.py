@@ -1,5 +1,10 @@
 """The layer of each back end does what dense attention over every sequence's own tokens does."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -288,3 +293,30 @@ def test_a_pool_that_somebody_holds_is_copied():
     mx.eval(layer.state)
     assert address(layer) != start
     assert not np.array(held).any()
+
+
+def test_two_threads_may_attend_at_once_whatever_threading_numba_found():
+    """Without OpenMP numba falls back to a pool that aborts the process when two threads enter it."""
+    code = (
+        "import sys, threading\n"
+        "import mlx_paged_attention, numba, numpy as np, mlx.core as mx\n"
+        "from test_layers import HostLayer, Sequences, attend, make_layer\n"
+        "def work(seed):\n"
+        "    layer, sequences = make_layer(HostLayer), Sequences(seed)\n"
+        "    row = sequences.new()\n"
+        "    for _ in range(200):\n"
+        "        out = attend(layer, *sequences.extend([row], 1))\n"
+        "    np.testing.assert_array_less(np.abs(out), 10)\n"
+        "threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+        "print(numba.threading_layer())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "NUMBA_THREADING_LAYER": "workqueue"},
+    )
+    assert result.stdout.strip() == "workqueue", result.stderr
