@@ -46,6 +46,7 @@ class PagedLayerCache:
             batch = self._context.current()
             self.layer.write(keys, values, batch)
             return self.layer.gather_rows(batch)
+        assert self._new is None, "a layer's cache was updated twice in one forward pass"
         self._new = (keys, values)
         _pending[id(keys)] = self
         return keys, values
