@@ -39,8 +39,8 @@ def plan_pool(
     Args:
         bytes_per_block: over all layers.
         model_max_len: the longest context the model was made for.
-        free_memory: bytes that weights have left over; a pool takes at most half of it, and a
-            quarter unless asked to.
+        free_memory: bytes that weights have left over; a pool takes at most a quarter of it
+            unless its size is given.
         on_host: the CPU computes: smaller steps keep it responsive.
 
     Raises:
@@ -78,7 +78,7 @@ def plan_pool(
         if num_blocks < 2:
             raise ModelLoadError(
                 f"too little memory for a KV cache: {free_memory // MIB} MiB are free beside the weights, "
-                    f"and two blocks need {2 * bytes_per_block / MIB:.1f} MiB in a quarter of that; "
+                f"and two blocks need {2 * bytes_per_block / MIB:.1f} MiB in a quarter of that; "
                 "close other programs or use a smaller model"
             )
 

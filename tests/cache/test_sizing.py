@@ -1,0 +1,108 @@
+"""What the configuration leaves open is derived from the model and the machine."""
+
+import pytest
+
+from mlx_paged_attention.cache.sizing import PoolPlan, plan_pool
+from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.errors import InvalidRequestError, ModelLoadError
+
+MIB = 1 << 20
+GIB = 1 << 30
+BYTES_PER_BLOCK = 16 * 1024
+
+
+def plan(
+    *, bytes_per_block=BYTES_PER_BLOCK, model_max_len=8192, free=64 * GIB, on_host=False, **config
+) -> PoolPlan:
+    return plan_pool(
+        EngineConfig(**config),
+        bytes_per_block=bytes_per_block,
+        model_max_len=model_max_len,
+        free_memory=free,
+        on_host=on_host,
+    )
+
+
+@pytest.mark.parametrize(("on_host", "seqs", "tokens"), [(False, 256, 2048), (True, 64, 256)])
+def test_a_cpu_gets_smaller_steps(on_host, seqs, tokens):
+    derived = plan(on_host=on_host)
+    assert (derived.max_num_seqs, derived.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_with_memory_to_spare_every_seat_holds_a_full_length_request():
+    derived = plan(max_num_seqs=4, max_model_len=100)
+    assert derived.num_blocks == 1 + 4 * 7  # 100 tokens are 7 blocks of 16
+    assert derived.full_length_requests == 4
+    assert (derived.max_model_len, derived.notes) == (100, [])
+
+
+def test_by_default_the_pool_takes_at_most_a_quarter_of_what_is_free():
+    derived = plan(free=GIB)
+    assert derived.num_blocks * BYTES_PER_BLOCK == GIB // 4
+    assert plan(free=GIB + 4 * BYTES_PER_BLOCK - 1).num_blocks == derived.num_blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+def test_a_pool_smaller_than_the_context_shortens_it_and_says_so(block_size):
+    derived = plan(free=4 * 11 * BYTES_PER_BLOCK, block_size=block_size)
+    assert derived.num_blocks == 11
+    assert derived.max_model_len == 10 * block_size
+    assert derived.full_length_requests == 1
+    (note,) = derived.notes
+    assert str(10 * block_size) in note
+    assert "8192" in note
+
+
+def test_the_context_that_was_asked_for_is_kept():
+    derived = plan(num_blocks=11, max_model_len=320)
+    assert derived.max_model_len == 320
+    assert derived.full_length_requests == 0.5
+
+
+def test_blocks_asked_for_are_blocks_given():
+    assert plan(num_blocks=77).num_blocks == 77
+    assert plan(kv_memory=77 * BYTES_PER_BLOCK + 5).num_blocks == 77
+
+
+@pytest.mark.parametrize("asked", [{"num_blocks": 65}, {"kv_memory": 65 * BYTES_PER_BLOCK}])
+def test_a_pool_larger_than_the_memory_is_refused_by_name(asked):
+    (name,) = asked
+    with pytest.raises(InvalidRequestError, match=f"{name}.* 1 MiB of memory are free") as refused:
+        plan(free=64 * BYTES_PER_BLOCK, **asked)
+    assert refused.value.param == name
+    assert plan(free=65 * BYTES_PER_BLOCK, **asked).num_blocks == 65
+
+
+def test_a_budget_for_less_than_a_block_beside_the_null_block_is_refused_with_what_is_needed():
+    with pytest.raises(InvalidRequestError, match=str(2 * BYTES_PER_BLOCK)) as refused:
+        plan(kv_memory=2 * BYTES_PER_BLOCK - 1)
+    assert refused.value.param == "kv_memory"
+    assert plan(kv_memory=2 * BYTES_PER_BLOCK).num_blocks == 2
+
+
+def test_a_machine_without_memory_for_a_pool_is_told_so_in_numbers():
+    with pytest.raises(ModelLoadError, match=r"7 MiB are free .* 2\.0 MiB"):
+        plan(free=8 * MIB - 1, bytes_per_block=MIB)
+    assert plan(free=8 * MIB, bytes_per_block=MIB).num_blocks == 2
+
+
+def test_weights_that_leave_less_than_nothing_are_the_same_error():
+    with pytest.raises(ModelLoadError, match="too little memory"):
+        plan(free=-5 * GIB)
+
+
+def test_a_context_longer_than_the_models_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"8193.*8192") as refused:
+        plan(max_model_len=8193)
+    assert refused.value.param == "max_model_len"
+    assert plan(max_model_len=8192).max_model_len == 8192
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_one_given_step_limit_shapes_the_other(on_host):
+    few = plan(max_num_batched_tokens=7, on_host=on_host)
+    assert (few.max_num_seqs, few.max_num_batched_tokens) == (7, 7)
+    many = plan(max_num_seqs=5000, on_host=on_host)
+    assert (many.max_num_seqs, many.max_num_batched_tokens) == (5000, 5000)
+    both = plan(max_num_seqs=3, max_num_batched_tokens=9, on_host=on_host)
+    assert (both.max_num_seqs, both.max_num_batched_tokens) == (3, 9)
