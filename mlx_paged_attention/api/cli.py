@@ -10,7 +10,7 @@ from cyclopts import App, CycloptsError
 from cyclopts.config import Env
 
 from mlx_paged_attention import __version__
-from mlx_paged_attention.api.commands import chat, doctor, generate, serve
+from mlx_paged_attention.api.commands import bench, chat, doctor, generate, serve
 from mlx_paged_attention.errors import MlxPagedError
 
 _HELP = """High-throughput LLM inference for MLX on a paged KV cache.
@@ -28,6 +28,7 @@ app = App(
 app.command(generate.generate, help_epilogue=generate.EXAMPLES)
 app.command(chat.chat, help_epilogue=chat.EXAMPLES)
 app.command(serve.serve, help_epilogue=serve.EXAMPLES)
+app.command(bench.bench, help_epilogue=bench.EXAMPLES)
 app.command(doctor.doctor, help_epilogue=doctor.EXAMPLES)
 
 
