@@ -34,7 +34,8 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
 
     ``content`` becomes a string: parts of type ``text`` are joined without a separator, as templates that
     iterate over parts do; ``None`` beside tool calls is ``""``. ``arguments`` of tool calls become
-    :class:`ToolArguments`, ``""`` counting as no arguments. An empty ``tool_calls`` is left out.
+    :class:`ToolArguments`, ``""`` counting as no arguments. An empty ``tool_calls`` is left out. The role
+    ``developer`` becomes ``system``.
 
     Raises:
         InvalidRequestError: a message is not of this shape; the message says which and why.
@@ -65,6 +66,8 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise _error(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {role!r}")
     result = dict(message)
+    if role == "developer":  # OpenAI's newer word; templates know the older one
+        result["role"] = "system"
     calls = result.pop("tool_calls", None)
     if calls:
         if role != "assistant":
