@@ -116,7 +116,9 @@ class Engine:
         Raises:
             InvalidRequestError: a request of that id is being served.
         """
-        if group.request_id in self._groups:
+        # A request named like another's answer would take its place in the scheduler.
+        ids = [sequence.request.request_id for sequence in group.sequences]
+        if group.request_id in self._groups or any(key in self._sequences for key in ids):
             raise InvalidRequestError(f"request_id {group.request_id!r} is already in use", "request_id")
         self._groups[group.request_id] = group
         for sequence in group.sequences:
@@ -207,9 +209,8 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         self._failed_steps += 1
-        self._scheduler.fail_step(plan)
-        failed = {self._sequences[row.request_id][0].request_id for row in plan.rows}
-        for request_id in failed:
+        ended = self._scheduler.fail_step(plan)
+        for request_id in dict.fromkeys(self._sequences[r.request_id][0].request_id for r in ended):
             self._drop(request_id, error)
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
@@ -228,7 +229,8 @@ class Engine:
         group.emit(failure)
 
     def close(self, error: Exception) -> None:
-        """Tell every request still being served that none will be."""
+        """Tell every request still being served that none will be, and let go of the runner."""
+        del self._runner  # model and pool are freed, whoever still holds the engine
         for group in list(self._groups.values()):
             group.emit(error)
         self._groups.clear()

@@ -23,7 +23,7 @@ def tokenize(prompt: str | list[int], tokenizer: Tokenizer | None) -> tuple[str 
         token_ids = tokenizer.encode(prompt)
         text: str | None = prompt
     elif isinstance(prompt, list):
-        token_ids, text = prompt, None
+        token_ids, text = list(prompt), None  # the caller may go on to change theirs
     else:
         raise InvalidRequestError(
             f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", "prompt"

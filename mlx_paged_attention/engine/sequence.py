@@ -65,10 +65,9 @@ class Sequence:
     def finish(self, reason: str, stop_reason: str | int | None) -> None:
         """End the answer; text that was held back comes out."""
         if self._detokenizer is not None:
+            self._text.append(self._detokenizer.flush())
             if self._detokenizer.stopped is not None:
                 reason, stop_reason = "stop", self._detokenizer.stopped
-            else:
-                self._text.append(self._detokenizer.flush())
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def output(self, *, delta: bool) -> CompletionOutput:
