@@ -51,7 +51,7 @@ def engine(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., "mlx_pag
     running: dict[tuple[Any, ...], mlx_paged_attention.LLM] = {}
 
     def start(name: str, **options: Any) -> "mlx_paged_attention.LLM":
-        options = {"block_size": 16, "num_blocks": 256, "max_model_len": 1024, "max_num_seqs": 16, **options}
+        options = {"block_size": 16, "num_blocks": 256, "max_num_seqs": 16, **options}
         key = (name, *sorted(options.items()))
         if key not in running:
             running[key] = mlx_paged_attention.LLM(

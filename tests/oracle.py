@@ -16,12 +16,19 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from mlx_paged_attention.sampling.params import SamplingParams
+
 LOGPROB_TOLERANCE = 1e-4
 
 
 def varied_prompt(length: int, seed: int) -> list[int]:
     """A prompt of ``length`` token ids from 3 to 252 that differ between positions and seeds."""
     return [(7 * i + 13 * seed + i * i) % 250 + 3 for i in range(length)]
+
+
+def greedy(num_tokens: int, **others: Any) -> SamplingParams:
+    """What the oracle does, said to the engine; the five best log-probabilities come along."""
+    return SamplingParams(**{"temperature": 0, "max_tokens": num_tokens, "logprobs": 5, **others})
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,14 @@ class Oracle:
         """The oracle of an MLX model directory."""
         model, _ = load_model(directory, get_model_classes=_private_model_classes)
         return cls(model)
+
+    @classmethod
+    def with_weights_of(cls, model: Any, config: dict[str, Any]) -> "Oracle":
+        """The oracle of a model that is already loaded; the arrays are shared, the code is not."""
+        model_class, args_class = _private_model_classes(config)
+        own = model_class(args_class.from_dict(config))
+        own.update(model.parameters())
+        return cls(own)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> Reference:
         """Prefill the whole prompt in one forward, then decode one token at a time."""
