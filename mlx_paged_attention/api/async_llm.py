@@ -2,7 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, Self
 
 from mlx_paged_attention.api.llm import Message, Prompt, make_config
@@ -57,7 +58,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt, yielding outputs as they come, the last one with ``finished``.
 
         Closing the iterator, or cancelling the task that reads it, aborts the request.
@@ -105,13 +106,15 @@ class AsyncLLM:
         *,
         output_kind: OutputKind = "cumulative",
         **template_options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; ``template_options`` go to the model's chat template."""
         if self.tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
         token_ids = self.tokenizer.chat_token_ids(messages, **template_options)
-        async for output in self.generate(token_ids, sampling_params, request_id, output_kind=output_kind):
-            yield output
+        outputs = self.generate(token_ids, sampling_params, request_id, output_kind=output_kind)
+        async with aclosing(outputs):  # closing this iterator must close, and so abort, that one
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish reason ``"abort"``."""

@@ -1,14 +1,14 @@
 """What LLM and AsyncLLM do first: configuration to files, tokenizer and a running engine."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_paged_attention.api.environment import require_supported
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.async_engine import AsyncEngine
 from mlx_paged_attention.models.gguf_header import read_gguf_header
-from mlx_paged_attention.models.source import ModelSource, resolve
+from mlx_paged_attention.models.source import ModelSource, read_json, resolve
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
@@ -33,6 +33,7 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> StartedEngi
     Raises:
         ModelLoadError, UnsupportedModelError, InvalidRequestError: it could not be loaded.
     """
+    require_supported()
     source = resolve(config.model, progress=progress is not None)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
     engine = AsyncEngine(config, source, tokenizer, progress or (lambda _: None))
@@ -50,5 +51,4 @@ def _generation_config(source: ModelSource) -> dict[str, Any]:
     path = source.path / "generation_config.json"
     if source.kind == "gguf" or not path.is_file():
         return {}
-    loaded = json.loads(path.read_text())
-    return loaded if isinstance(loaded, dict) else {}
+    return read_json(path)
