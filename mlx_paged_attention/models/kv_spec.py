@@ -10,9 +10,7 @@ from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.errors import UnsupportedModelError
 
 
-def observe_kv_specs(
-    model: nn.Module, *, block_size: int, dtype: str | None = None
-) -> list[LayerKVSpec]:
+def observe_kv_specs(model: nn.Module, *, block_size: int, dtype: str | None = None) -> list[LayerKVSpec]:
     """One spec per entry of the model's cache, in order.
 
     Heads and head dims are read off the arrays that a forward of one token puts into mlx-lm's

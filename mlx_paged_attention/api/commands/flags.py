@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from mlx_paged_attention.api.environment import require_supported
 from mlx_paged_attention.api.report import startup_report
 from mlx_paged_attention.config import Device, DType, EngineConfig, SchedulingPolicy
 from mlx_paged_attention.errors import InvalidRequestError
@@ -155,7 +154,6 @@ def flag_names() -> Iterator[None]:
 @contextmanager
 def loaded(options: dict[str, Any]) -> "Iterator[AsyncLLM]":
     """An engine, started with progress and a report on stderr, closed at the end."""
-    require_supported()
     from mlx_paged_attention.api.async_llm import AsyncLLM
 
     llm = AsyncLLM(**options, progress=say)

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -80,14 +80,14 @@ class Serving:
     def generate(self, prompt: str | list[int], params: SamplingParams) -> Outputs:
         """The outputs of a prompt, counted in the metrics."""
         outputs = self.llm.generate(prompt, params, output_kind=_output_kind(params))
-        return self.metrics.observe(cast(Outputs, outputs), params)
+        return self.metrics.observe(outputs, params)
 
     def chat(
         self, messages: list[dict[str, Any]], params: SamplingParams, template_kwargs: dict[str, Any]
     ) -> Outputs:
         """The outputs of a conversation, counted in the metrics."""
         outputs = self.llm.chat(messages, params, output_kind=_output_kind(params), **template_kwargs)
-        return self.metrics.observe(cast(Outputs, outputs), params)
+        return self.metrics.observe(outputs, params)
 
     def token_string(self, token_id: int, entry: Logprob | None = None) -> str:
         """A token's own text; its number where the model has no tokenizer."""
