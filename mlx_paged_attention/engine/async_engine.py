@@ -9,7 +9,7 @@ from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.engine import Emit, Engine
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.mlx_thread import run_on_mlx_thread
-from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats
+from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError
 from mlx_paged_attention.models.source import ModelSource
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -44,6 +44,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._closing = False
         self._dead: EngineDeadError | None = None
+        self._thread_id: int | None = None
         self._started: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
         self._ended = run_on_mlx_thread(lambda: self._run(config, source, tokenizer, progress))
         result = self._started.get()
@@ -96,7 +97,12 @@ class AsyncEngine:
         emit: Emit,
     ) -> RequestGroup:
         """Check a request without queueing it; :meth:`start` does."""
-        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=emit)
+
+        def counted(output: RequestOutput | Exception) -> None:
+            self._stats = self._engine.stats()  # whoever reads the output finds it in the counts
+            emit(output)
+
+        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=counted)
 
     def start(self, group: RequestGroup) -> None:
         """Queue a prepared request.
@@ -122,7 +128,9 @@ class AsyncEngine:
         """Stop the thread; requests still being served get an :class:`EngineDeadError`."""
         self._closing = True
         self._commands.put(lambda: None)
-        self._ended.wait()
+        # Garbage collection may close an engine from that engine's own thread.
+        if threading.get_ident() != self._thread_id:
+            self._ended.wait()
 
     # ---- on the engine's thread
 
@@ -133,6 +141,7 @@ class AsyncEngine:
         tokenizer: Tokenizer | None,
         progress: Progress,
     ) -> None:
+        self._thread_id = threading.get_ident()
         try:
             # Imported here: whoever only talks to the engine needs no MLX.
             from mlx_paged_attention.engine.loading import load_engine
