@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, flag_names, say
-from mlx_paged_attention.api.environment import require_supported
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import InvalidRequestError
 
@@ -88,7 +87,6 @@ def bench(
         "seed": engine.seed,
     }
     config = EngineConfig(**(engine.options() | {"skip_tokenizer_init": True}))
-    require_supported()
     # Imported here: other commands start without numpy and what else this needs.
     from mlx_paged_attention.bench import plot as plots
     from mlx_paged_attention.bench.session import run_bench

@@ -1,0 +1,58 @@
+"""The scripts in benchmarks/ run, and still find what they wrap."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Run a script's main with arguments; its module."""
+
+    def run(name, *arguments):
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        module.main()
+        return module
+
+    return run
+
+
+def test_the_step_profile_accounts_for_the_whole_step(script, tiny_model, capsys):
+    from mlx_paged_attention.ops import host
+
+    kernel = host.attend_rows
+    module = script(
+        "step_profile", "--model", tiny_model("llama"), "--rows", 1, 3, "--context", 40, "--steps", 5
+    )
+    assert host.attend_rows is kernel, "still wrapped"
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines if line.startswith("| ")}
+    assert set(module.PARTS) < set(rows)
+    for column in (0, 2):
+        for part in module.PARTS:
+            assert float(rows[part][column]) >= 0, part
+        # Medians of parts do not add up to the median of sums, but nearly.
+        total = sum(float(rows[part][column + 1].strip(" %")) for part in module.PARTS)
+        assert 60 < total < 140
+    assert float(rows[module.KERNEL][0]) > 0
+    assert float(rows[module.GRAPH][0]) > 0
+
+
+def test_the_comparison_with_mlx_lm_states_each_claim_with_its_spread(script, tiny_model, tmp_path, capsys):
+    script("cpu_vs_mlx_lm", "--model", tiny_model("llama"), "--quick", "--pairs", 1, "--output-dir", tmp_path)
+    out = capsys.readouterr().out
+    claims = [line for line in out.splitlines() if line.endswith(("| holds |", "| **does not hold** |"))]
+    assert len(claims) == 2 + 2 + 1 + 1 + 1
+    assert all(" to " in claim for claim in claims)
+    assert "prefix caching off" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["comparisons"][-1]["workload"] == "prefix caching, no hits"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
