@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Self
 
 from mlx_paged_attention.api.llm import Message, Prompt, make_config
@@ -78,11 +78,11 @@ class AsyncLLM:
         request_id = request_id or uuid.uuid4().hex
 
         def emit(output: RequestOutput | Exception) -> None:
-            # The loop may be gone when the engine reports its last word on a request.
-            if not loop.is_closed():
+            # The loop may be closed, and its reader gone, at any moment.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        self._engine.submit(
+        group = self._engine.submit(
             request_id, prompt, sampling_params or SamplingParams(), kind=output_kind, emit=emit
         )
         finished = False
@@ -96,7 +96,7 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished:
-                self._engine.abort(request_id)
+                self._engine.abort(group)
 
     async def chat(
         self,

@@ -85,16 +85,16 @@ class LLM:
                 if len(many) > 1:
                     error.args = (f"prompt {index}: {error}",)
                 raise
-        for group in groups:
-            self._engine.start(group)
         outputs: dict[int, RequestOutput] = {}
         try:
+            for group in groups:
+                self._engine.start(group)
             for index, output in _collect(results, len(groups), use_tqdm):
                 outputs[index] = output
         finally:
             for index, group in enumerate(groups):
                 if index not in outputs:
-                    self._engine.abort(group.request_id)
+                    self._engine.abort(group)
         return [outputs[index] for index in range(len(groups))]
 
     def chat(

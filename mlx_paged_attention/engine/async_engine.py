@@ -75,7 +75,7 @@ class AsyncEngine:
         *,
         kind: OutputKind,
         emit: Emit,
-    ) -> None:
+    ) -> RequestGroup:
         """Check a request and queue it.
 
         Args:
@@ -85,7 +85,9 @@ class AsyncEngine:
             InvalidRequestError, RequestTooLongError: it cannot be served.
             EngineDeadError: nothing can.
         """
-        self.start(self.prepare(request_id, prompt, params, kind=kind, emit=emit))
+        group = self.prepare(request_id, prompt, params, kind=kind, emit=emit)
+        self.start(group)
+        return group
 
     def prepare(
         self,
@@ -112,11 +114,14 @@ class AsyncEngine:
         """
         self._send(lambda: self._add(group))
 
-    def abort(self, request_id: str) -> None:
-        """End a request at the next step border; its ``emit`` gets a last output."""
+    def abort(self, request: str | RequestGroup) -> None:
+        """End a request at the next step border; its ``emit`` gets a last output.
+
+        Whoever gives up waiting names the request itself: its id may belong to another.
+        """
         # A dead engine has already ended every request.
         with contextlib.suppress(EngineDeadError):
-            self._send(lambda: self._engine.abort(request_id))
+            self._send(lambda: self._engine.abort(request))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False while requests hold blocks."""

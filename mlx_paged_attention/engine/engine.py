@@ -125,10 +125,10 @@ class Engine:
             self._sequences[sequence.request.request_id] = (group, sequence)
             self._scheduler.add_request(sequence.request)
 
-    def abort(self, request_id: str) -> None:
-        """End a request now; unknown ids are ignored, as it may just have finished."""
-        group = self._groups.get(request_id)
-        if group is None:
+    def abort(self, request: str | RequestGroup) -> None:
+        """End a request now, named by its id or itself; ignored if it is not being served (any more)."""
+        group = self._groups.get(request if isinstance(request, str) else request.request_id)
+        if group is None or (isinstance(request, RequestGroup) and group is not request):
             return
         alive = [s for s in group.sequences if s.finish_reason is None]
         self._scheduler.abort([s.request.request_id for s in alive])
