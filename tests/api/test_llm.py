@@ -307,8 +307,8 @@ def test_an_interrupt_while_requests_are_handed_in_leaves_none_behind(own, monke
         patch.setattr(llm._engine, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[i + 1] for i in range(6)], greedy(LONG))
-    # Answered once all that was sent before has been taken in; False if a request holds blocks.
-    assert llm.reset_prefix_cache()
+    # False while a request holds blocks; whatever had been handed in holds some after a step.
+    assert all(llm.reset_prefix_cache() for _ in range(3))
     wait_until_idle(llm)
 
 
