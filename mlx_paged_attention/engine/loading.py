@@ -1,5 +1,6 @@
 """From a configuration to everything an engine runs on. Happens on the thread that owns MLX."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from mlx_paged_attention.runner.model_runner import ModelHost, ModelRunner
 from mlx_paged_attention.runner.self_check import choose_layout
 
 Progress = Callable[[str], None]
+
+_NO_NUMBA = "numba is not installed: attention runs as plain MLX operations, which is slower on a CPU"
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,14 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
     progress(f"loading {source.name}")
     loaded = load_model(source, dtype=config.dtype, device="cpu" if on_host else "gpu")
 
+    # Comes with the extra for Linux's CPU build; a Mac or a CUDA machine asked for its CPU may lack it.
+    compiled = on_host and importlib.util.find_spec("numba") is not None
+    notes = [_NO_NUMBA] if on_host and not compiled else []
+
     progress("checking the model against mlx-lm")
     host = ModelHost(loaded.model)
     specs = observe_kv_specs(loaded.model, block_size=config.block_size)
-    layout = choose_layout(host, specs, vocab_size=loaded.vocab_size, on_host=on_host)
+    layout = choose_layout(host, specs, vocab_size=loaded.vocab_size, on_host=compiled)
 
     plan = plan_pool(
         config,
@@ -56,7 +63,7 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
         free_memory=_free_memory(backend),
         on_host=on_host,
     )
-    pool = KVPool(specs, plan.num_blocks, host=on_host)
+    pool = KVPool(specs, plan.num_blocks, host=compiled)
     info = EngineInfo(
         model=source.name,
         backend=backend,
@@ -72,7 +79,7 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
         max_num_batched_tokens=plan.max_num_batched_tokens,
         full_length_requests=plan.full_length_requests,
         eos_token_ids=loaded.eos_token_ids,
-        notes=[*loaded.notes, *plan.notes],
+        notes=[*loaded.notes, *notes, *plan.notes],
     )
     return LoadedEngine(info, ModelRunner(host, pool, layout), loaded.fingerprint)
 
