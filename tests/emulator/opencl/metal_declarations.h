@@ -1,0 +1,437 @@
+// Metal's names, declared and never defined, for clang's OpenCL C++ front end: its address spaces are
+// Metal's.
+#pragma once
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
+#pragma OPENCL EXTENSION __cl_clang_variadic_functions : enable
+#define device __global
+#define threadgroup __local
+#define constant __constant
+#define thread __private
+
+typedef __SIZE_TYPE__ size_t;
+typedef __PTRDIFF_TYPE__ ptrdiff_t;
+typedef unsigned char uchar, uint8_t;
+typedef unsigned short ushort, uint16_t;
+typedef unsigned int uint, uint32_t;
+typedef unsigned long ulong, uint64_t;
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long int64_t;
+typedef __bf16 bfloat;
+
+namespace metal {
+
+// ---- types
+// --------------------------------------------------------------------------------------------------------
+template <class T, T v> struct integral_constant {
+  static constexpr constant T value = v;
+  typedef T value_type;
+};
+template <bool b> using bool_constant = integral_constant<bool, b>;
+using true_type = bool_constant<true>;
+using false_type = bool_constant<false>;
+template <bool condition, class T = void> struct enable_if {};
+template <class T> struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool condition, class T = void> using enable_if_t = typename enable_if<condition, T>::type;
+template <bool condition, class T, class U> struct conditional {
+  typedef T type;
+};
+template <class T, class U> struct conditional<false, T, U> {
+  typedef U type;
+};
+template <bool condition, class T, class U> using conditional_t = typename conditional<condition, T, U>::type;
+
+template <class T> struct remove_addrspace {
+  typedef T type;
+};
+template <class T> struct remove_addrspace<device T> {
+  typedef T type;
+};
+template <class T> struct remove_addrspace<constant T> {
+  typedef T type;
+};
+template <class T> struct remove_addrspace<threadgroup T> {
+  typedef T type;
+};
+template <class T> struct remove_addrspace<thread T> {
+  typedef T type;
+};
+template <class T> using remove_addrspace_t = typename remove_addrspace<T>::type;
+template <class T> using remove_cv_t = __remove_cv(T);
+template <class T> using remove_reference_t = __remove_reference_t(T);
+template <class T> using remove_cvref_t = __remove_cvref(T);
+template <class T> using remove_const_t = __remove_const(T);
+template <class T> using remove_pointer_t = __remove_pointer(T);
+template <class T> using make_unsigned_t = __make_unsigned(T);
+
+#define EMU_TRAIT(name, value)                                        \
+  template <class T> static constexpr constant bool name##_v = value; \
+  template <class T> struct name : bool_constant<value> {};
+EMU_TRAIT(is_integral, __is_integral(T))
+EMU_TRAIT(is_signed, __is_signed(T))
+EMU_TRAIT(is_unsigned, __is_unsigned(T))
+EMU_TRAIT(is_pointer, __is_pointer(T))
+EMU_TRAIT(is_floating_point,
+          (__is_same(remove_addrspace_t<T>, float) || __is_same(remove_addrspace_t<T>, half) ||
+           __is_same(remove_addrspace_t<T>, bfloat)))
+EMU_TRAIT(is_arithmetic, (__is_integral(T) || is_floating_point_v<T>))
+#undef EMU_TRAIT
+template <class T, class U>
+static constexpr constant bool is_same_v = __is_same(remove_addrspace_t<T>, remove_addrspace_t<U>);
+template <class T, class U> struct is_same : bool_constant<__is_same(T, U)> {};
+template <class From, class To> static constexpr constant bool is_convertible_v = __is_convertible(From, To);
+template <class From, class To> struct is_convertible : bool_constant<__is_convertible(From, To)> {};
+template <class...> struct _disjunction : false_type {};
+template <class A, class... B>
+struct _disjunction<A, B...> : conditional_t<bool(A::value), A, _disjunction<B...>> {};
+
+template <class T> struct numeric_limits {
+  static constexpr constant int digits = 0;
+  static constexpr constant bool is_signed = true;
+  static constexpr T any() { return T(0); }
+  static constexpr T min() { return any(); }
+  static constexpr T max() { return any(); }
+  static constexpr T lowest() { return any(); }
+  static constexpr T infinity() { return any(); }
+  static constexpr T quiet_NaN() { return any(); }
+  static constexpr T epsilon() { return any(); }
+};
+
+template <class T, int N> using vec = T __attribute__((ext_vector_type(N)));
+#define EMU_VECTORS(T)    \
+  typedef vec<T, 2> T##2; \
+  typedef vec<T, 3> T##3; \
+  typedef vec<T, 4> T##4;
+EMU_VECTORS(char)
+EMU_VECTORS(uchar)
+EMU_VECTORS(short)
+EMU_VECTORS(ushort)
+EMU_VECTORS(int)
+EMU_VECTORS(uint)
+EMU_VECTORS(long)
+EMU_VECTORS(ulong)
+EMU_VECTORS(half)
+EMU_VECTORS(float)
+typedef vec<uchar, 2> bool2;
+typedef vec<uchar, 3> bool3;
+typedef vec<uchar, 4> bool4;
+typedef vec<bfloat, 2> bfloat2;
+typedef vec<bfloat, 3> bfloat3;
+typedef vec<bfloat, 4> bfloat4;
+template <class T, int N> struct packed_vec {
+  T data[N];
+};
+// What `float4(…)` and `as_type<T>(…)` are rewritten to.
+template <class Vector> struct emu_vector {
+  template <class... A> static constexpr Vector of(A...);
+};
+template <class To, class From> constexpr To emu_as_type(From);
+template <class T> struct emu_same {
+  typedef T type;
+};
+
+// ---- functions
+// ----------------------------------------------------------------------------------------------------
+#define EMU_UNARY(name)                               \
+  float name(float);                                  \
+  half name(half);                                    \
+  template <int N> vec<float, N> name(vec<float, N>); \
+  template <int N> vec<half, N> name(vec<half, N>);
+#define EMU_BINARY(name)                                             \
+  float name(float, float);                                          \
+  half name(half, half);                                             \
+  template <int N> vec<float, N> name(vec<float, N>, vec<float, N>); \
+  template <int N> vec<half, N> name(vec<half, N>, vec<half, N>);
+#define EMU_ELEMENTARY                                                                                    \
+  EMU_UNARY(exp)                                                                                          \
+  EMU_UNARY(exp2) EMU_UNARY(exp10) EMU_UNARY(log) EMU_UNARY(log2) EMU_UNARY(log10) EMU_UNARY(sin)         \
+      EMU_UNARY(cos) EMU_UNARY(tan) EMU_UNARY(asin) EMU_UNARY(acos) EMU_UNARY(atan) EMU_UNARY(sinh)       \
+          EMU_UNARY(cosh) EMU_UNARY(tanh) EMU_UNARY(asinh) EMU_UNARY(acosh) EMU_UNARY(atanh)              \
+              EMU_UNARY(sinpi) EMU_UNARY(cospi) EMU_UNARY(tanpi) EMU_UNARY(sqrt) EMU_UNARY(rsqrt)         \
+                  EMU_UNARY(floor) EMU_UNARY(ceil) EMU_UNARY(trunc) EMU_UNARY(rint) EMU_UNARY(round)      \
+                      EMU_UNARY(fabs) EMU_UNARY(fract) EMU_BINARY(pow) EMU_BINARY(powr) EMU_BINARY(atan2) \
+                          EMU_BINARY(fmod) EMU_BINARY(copysign) EMU_BINARY(fdim) EMU_BINARY(fmax)         \
+                              EMU_BINARY(fmin)
+#define EMU_MODE                    \
+  EMU_ELEMENTARY                    \
+  float max(float, float);          \
+  float min(float, float);          \
+  float divide(float, float);       \
+  float clamp(float, float, float); \
+  float abs(float);                 \
+  float fma(float, float, float);   \
+  bool isnan(float);
+EMU_ELEMENTARY
+EMU_BINARY(nextafter)
+EMU_BINARY(step)
+namespace precise {
+EMU_MODE
+}
+namespace fast {
+EMU_MODE
+}
+// The compiler's own names, which MLX's bfloat overloads call.
+#undef EMU_UNARY
+#undef EMU_BINARY
+#define EMU_UNARY(name) float __metal_##name(float, int);
+#define EMU_BINARY(name) float __metal_##name(float, float, int);
+EMU_ELEMENTARY
+EMU_BINARY(step)
+EMU_BINARY(divide)
+EMU_UNARY(saturate)
+#undef EMU_UNARY
+#undef EMU_BINARY
+#undef EMU_ELEMENTARY
+#undef EMU_MODE
+float __metal_fma(float, float, float);
+float __metal_ldexp(float, int, int);
+float __metal_frexp(float, thread int*);
+int __metal_ilogb(float);
+float __metal_modf(float, thread float*);
+float __metal_nextafter(float, float);
+float __metal_sign(float);
+float __metal_fabs(float);
+float __metal_rint(float);
+float __metal_copysign(float, float);
+float __metal_fdim(float, float);
+float __metal_mix(float, float, float, int);
+float __metal_smoothstep(float, float, float, int);
+float __metal_clamp(float, float, float, int);
+float __metal_fmedian3(float, float, float, int);
+float __metal_fmax3(float, float, float, int);
+float __metal_fmin3(float, float, float, int);
+
+#define EMU_ORDER(T) \
+  T max(T, T);       \
+  T min(T, T);       \
+  T clamp(T, T, T);  \
+  T abs(T);          \
+  T max3(T, T, T);   \
+  T min3(T, T, T);
+EMU_ORDER(char)
+EMU_ORDER(int8_t)
+EMU_ORDER(uchar)
+EMU_ORDER(short)
+EMU_ORDER(ushort)
+EMU_ORDER(int)
+EMU_ORDER(uint)
+EMU_ORDER(long)
+EMU_ORDER(ulong)
+EMU_ORDER(float)
+EMU_ORDER(half)
+#undef EMU_ORDER
+template <class T, int N> vec<T, N> max(vec<T, N>, vec<T, N>);
+template <class T, int N> vec<T, N> min(vec<T, N>, vec<T, N>);
+template <class T, int N> vec<T, N> abs(vec<T, N>);
+template <class T, int N> vec<T, N> clamp(vec<T, N>, vec<T, N>, vec<T, N>);
+template <class T, int N> T dot(vec<T, N>, vec<T, N>);
+template <class T, int N> T length(vec<T, N>);
+template <class T, int N> T length_squared(vec<T, N>);
+
+#define EMU_FLOATING(T)  \
+  T fma(T, T, T);        \
+  T mix(T, T, T);        \
+  T ldexp(T, int);       \
+  T sign(T);             \
+  T saturate(T);         \
+  T divide(T, T);        \
+  T median3(T, T, T);    \
+  T smoothstep(T, T, T); \
+  bool isnormal(T);      \
+  bool signbit(T);
+EMU_FLOATING(float)
+EMU_FLOATING(half)
+#undef EMU_FLOATING
+template <class T, int N> vec<T, N> fma(vec<T, N>, vec<T, N>, vec<T, N>);
+float frexp(float, thread int&);
+float modf(float, thread float&);
+int ilogb(float);
+#define EMU_CLASSIFY(name) \
+  bool name(float);        \
+  bool name(half);         \
+  bool name(bfloat);
+EMU_CLASSIFY(isnan)
+EMU_CLASSIFY(isinf)
+EMU_CLASSIFY(isfinite)
+#undef EMU_CLASSIFY
+template <class T> T select(T, T, bool);
+template <class T> bool any(T);
+template <class T> bool all(T);
+template <class T> T popcount(T);
+template <class T> T clz(T);
+template <class T> T ctz(T);
+template <class T> T absdiff(T, T);
+template <class T> T extract_bits(T, uint, uint);
+uint mulhi(uint, uint);
+int mulhi(int, int);
+uint rotate(uint, uint);
+uint reverse_bits(uint);
+
+// ---- simdgroups and quadgroups
+// ------------------------------------------------------------------------------------
+template <class T>
+static constexpr constant bool emu_can_be_shuffled =
+    !__is_same(T, bool) && !__is_same(T, bfloat) && !__is_same(T, long) && !__is_same(T, ulong);
+#define EMU_SHUFFLED template <class T, class = enable_if_t<emu_can_be_shuffled<T>>>
+#define EMU_ONE(name)     \
+  EMU_SHUFFLED T name(T); \
+  template <class T> T __metal_##name(T);
+#define EMU_TWO(name)             \
+  EMU_SHUFFLED T name(T, ushort); \
+  template <class T> T __metal_##name(T, ushort);
+EMU_ONE(simd_sum)
+EMU_ONE(simd_product)
+EMU_ONE(simd_max)
+EMU_ONE(simd_min)
+EMU_ONE(simd_and)
+EMU_ONE(simd_or)
+EMU_ONE(simd_xor)
+EMU_ONE(simd_prefix_inclusive_sum)
+EMU_ONE(simd_prefix_exclusive_sum)
+EMU_ONE(simd_prefix_inclusive_product)
+EMU_ONE(simd_prefix_exclusive_product)
+EMU_ONE(simd_broadcast_first)
+EMU_ONE(quad_sum)
+EMU_ONE(quad_product)
+EMU_ONE(quad_max)
+EMU_ONE(quad_min)
+EMU_TWO(simd_shuffle)
+EMU_TWO(simd_broadcast)
+EMU_TWO(simd_shuffle_xor)
+EMU_TWO(simd_shuffle_up)
+EMU_TWO(simd_shuffle_down)
+EMU_TWO(simd_shuffle_rotate_up)
+EMU_TWO(simd_shuffle_rotate_down)
+EMU_TWO(quad_shuffle)
+EMU_TWO(quad_broadcast)
+EMU_TWO(quad_shuffle_xor)
+EMU_TWO(quad_shuffle_down)
+#undef EMU_ONE
+#undef EMU_TWO
+EMU_SHUFFLED T simd_shuffle_and_fill_up(T, T, ushort);
+EMU_SHUFFLED T simd_shuffle_and_fill_down(T, T, ushort);
+#undef EMU_SHUFFLED
+template <class T> T __metal_simd_shuffle_and_fill_up(T, T, ushort, ushort);
+template <class T> T __metal_simd_shuffle_and_fill_down(T, T, ushort, ushort);
+ushort __metal_get_simdgroup_size(ushort);
+bool simd_any(bool);
+bool simd_all(bool);
+bool simd_is_first();
+struct simd_vote {
+  typedef ulong vote_t;
+  explicit operator ulong() const;
+  bool all() const;
+  bool any() const;
+};
+simd_vote simd_ballot(bool);
+simd_vote simd_active_threads_mask();
+
+// ---- barriers and atomics
+// -----------------------------------------------------------------------------------------
+enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
+constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
+enum memory_order {
+  memory_order_relaxed,
+  memory_order_acquire,
+  memory_order_release,
+  memory_order_acq_rel,
+  memory_order_seq_cst
+};
+enum thread_scope {
+  thread_scope_thread,
+  thread_scope_simdgroup,
+  thread_scope_threadgroup,
+  thread_scope_device,
+  thread_scope_system
+};
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device);
+
+template <class T> struct atomic {
+  T value;
+};
+typedef atomic<int> atomic_int;
+typedef atomic<uint> atomic_uint;
+typedef atomic<float> atomic_float;
+typedef atomic<bool> atomic_bool;
+typedef atomic<ulong> atomic_ulong;
+#define EMU_FETCH(name, space) \
+  template <class T>           \
+  T atomic_##name##_explicit(volatile space atomic<T>*, typename emu_same<T>::type, memory_order);
+#define EMU_ATOMICS(space)                                                                                   \
+  EMU_FETCH(exchange, space)                                                                                 \
+  EMU_FETCH(fetch_add, space)                                                                                \
+  EMU_FETCH(fetch_sub, space) EMU_FETCH(fetch_and, space) EMU_FETCH(fetch_or, space)                         \
+      EMU_FETCH(fetch_xor, space) EMU_FETCH(fetch_max, space) EMU_FETCH(fetch_min, space) template <class T> \
+      T atomic_load_explicit(const volatile space atomic<T>*, memory_order);                                 \
+  template <class T>                                                                                         \
+  void atomic_store_explicit(volatile space atomic<T>*, typename emu_same<T>::type, memory_order);           \
+  template <class T>                                                                                         \
+  bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>*, thread T*,                           \
+                                             typename emu_same<T>::type, memory_order, memory_order);
+EMU_ATOMICS(device)
+EMU_ATOMICS(threadgroup)
+#undef EMU_ATOMICS
+#undef EMU_FETCH
+
+// ---- matrices
+// -----------------------------------------------------------------------------------------------------
+template <class T, int R = 8, int C = 8> struct simdgroup_matrix {
+  typedef vec<T, 2> storage_type;
+  T elements[2];
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T);
+  thread storage_type& thread_elements();
+  const thread storage_type& thread_elements() const;
+};
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat> simdgroup_bfloat8x8;
+template <class T, int R, int C> simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T);
+#define EMU_MATRIX_MEMORY(space)                                                                          \
+  template <class T, int R, int C>                                                                        \
+  void simdgroup_load(thread simdgroup_matrix<T, R, C>&, const space T*, ulong = 8, ulong2 = (ulong2)(0), \
+                      bool = false);                                                                      \
+  template <class T, int R, int C>                                                                        \
+  void simdgroup_store(simdgroup_matrix<T, R, C>, space T*, ulong = 8, ulong2 = (ulong2)(0), bool = false);
+EMU_MATRIX_MEMORY(device)
+EMU_MATRIX_MEMORY(threadgroup)
+#undef EMU_MATRIX_MEMORY
+template <class D, class A, class B, class Addend, int R, int C>
+void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, R, C>&, simdgroup_matrix<A, R, C>,
+                                   simdgroup_matrix<B, R, C>, simdgroup_matrix<Addend, R, C>);
+template <class D, class A, class B, int R, int C>
+void simdgroup_multiply(thread simdgroup_matrix<D, R, C>&, simdgroup_matrix<A, R, C>,
+                        simdgroup_matrix<B, R, C>);
+
+struct os_log {
+  constexpr os_log(constant char*, constant char*) constant {}
+  template <class... A> void log_debug(constant char*, A...) const constant;
+};
+
+}  // namespace metal
+
+using metal::vec;
+#define EMU_USING(T) \
+  using metal::T##2; \
+  using metal::T##3; \
+  using metal::T##4;
+EMU_USING(bool)
+EMU_USING(char)
+EMU_USING(uchar)
+EMU_USING(short)
+EMU_USING(ushort)
+EMU_USING(int)
+EMU_USING(uint)
+EMU_USING(long)
+EMU_USING(ulong)
+EMU_USING(half)
+EMU_USING(float)
+EMU_USING(bfloat)
+#undef EMU_USING
+#undef EMU_VECTORS
