@@ -1,0 +1,364 @@
+"""The paged attention kernels on a real GPU: are they right, and how fast are they?
+
+    python benchmarks/cuda_kernels.py [--tune]
+
+Checks a grid of shapes against a float64 computation, then times paged decode against MLX's attention
+over contiguous keys and values of the same tokens. Prints tables as it goes; takes under four minutes.
+Bandwidths count bytes of keys and values read; the copy's count bytes read and written.
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import mlx_paged_attention  # noqa: F401  (before mlx.core: chooses MLX's BLAS on Linux)
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged_attention.ops.kernels import decode
+from mlx_paged_attention.ops.kernels import work_list as pieces
+from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
+from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
+from mlx_paged_attention.ops.kernels.work_list import TARGET_THREADGROUPS, work_list
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+NAMES = {mx.float32: "fp32", mx.float16: "fp16", mx.bfloat16: "bf16"}
+
+
+# ---- Is it right?
+
+
+def attend(
+    q, k, v, tables, contexts, queries, *, window=None, sinks=None, softcap=None, target=TARGET_THREADGROUPS
+):
+    """``q [rows, heads, queries, head_dim]``; out and log-sum-exp ``[rows, queries, heads, ...]``."""
+    work = work_list(
+        contexts,
+        queries,
+        block_size=k.shape[2],
+        threadgroups_per_item=threadgroups_per_item(q, k, v),
+        window=window,
+        target=target,
+    )
+    return paged_decode(
+        q, k, v, mx.array(tables), mx.array(contexts), work,
+        scale=q.shape[3] ** -0.5, window=window, sinks=sinks, softcap=softcap,
+    )[:2]  # fmt: skip
+
+
+def expected(q, k, v, tables, contexts, window, sinks, softcap):
+    """In float64 with numpy, from the values that the arrays hold."""
+    q, k, v = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (q, k, v))
+    rows, heads, queries, head_dim = q.shape
+    _, kv_heads, size, v_dim = v.shape
+    group = heads // kv_heads
+    out = np.zeros((rows, queries, heads, v_dim))
+    lse = np.full((rows, queries, heads), -np.inf)
+    for row, i in itertools.product(range(rows), range(queries)):
+        context = int(contexts[row * queries + i])
+        first = max(0, context - window) if window else 0
+        at = np.arange(first, context)
+        keys, values = (p[tables[row, at // size], :, at % size] for p in (k, v))
+        scores = np.einsum("kgd,nkd->kgn", q[row, :, i].reshape(kv_heads, group, -1), keys).reshape(heads, -1)
+        scores *= head_dim**-0.5
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        if sinks is not None:
+            scores = np.concatenate([scores, np.array(sinks)[:, None]], axis=1)
+        if not scores.shape[1]:
+            continue
+        peak = scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores - peak)
+        lse[row, i] = peak[:, 0] + np.log(weights.sum(axis=1))
+        weights = (weights / weights.sum(axis=1, keepdims=True))[:, : len(at)]
+        out[row, i] = np.einsum("kgn,nkd->kgd", weights.reshape(kv_heads, group, -1), values).reshape(
+            heads, -1
+        )
+    return out, lse
+
+
+def check_decode(
+    rng, dtype, heads, contexts, *, queries=1, window=None, sink=None, softcap=None, size=16, target=64
+):
+    """Largest error of output relative to the largest value, and of the log-sum-exp."""
+    num_heads, kv_heads, head_dim, v_dim = heads
+    ends = np.array(contexts)
+    used = -(-ends // size)
+    order = list(rng.permutation(np.arange(1, 1 + used.sum())))
+    tables = np.zeros((len(ends), max(1, used.max())), np.int32)
+    k, v = (np.full((1 + used.sum(), kv_heads, size, d), np.nan, np.float32) for d in (head_dim, v_dim))
+    for row, end in enumerate(ends):
+        tables[row, : used[row]] = [order.pop() for _ in range(used[row])]
+        at = np.arange(end)
+        for plane in (k, v):
+            plane[tables[row, at // size], :, at % size] = rng.standard_normal(
+                (end, kv_heads, plane.shape[3])
+            )
+    q = rng.standard_normal((len(ends), num_heads, queries, head_dim)).astype(np.float32)
+    lens = np.maximum(ends[:, None] - np.arange(queries)[::-1], 0).astype(np.int32).reshape(-1)
+    q, k, v = (mx.array(x).astype(dtype) for x in (q, k, v))
+    sinks = None if sink is None else mx.array(rng.standard_normal(num_heads).astype(np.float32) + sink)
+    out, lse = attend(
+        q, k, v, tables, lens, queries, window=window, sinks=sinks, softcap=softcap, target=target
+    )
+    want, want_lse = expected(q, k, v, tables, lens, window, sinks, softcap)
+    error = np.abs(np.array(out.astype(mx.float32)) - want).max() / max(np.abs(want).max(), 1e-9)
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(np.array(lse) - want_lse)
+    return float(error), float(np.where(np.isneginf(want_lse) & np.isneginf(np.array(lse)), 0, gap).max())
+
+
+def decode_checks() -> Iterator[tuple[str, Callable[[], tuple[mx.Dtype, float, float]]]]:
+    edges = [0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 523, 37, 2011]
+
+    def case(name, dtype, heads, contexts, **options):
+        def run():
+            return dtype, *check_decode(np.random.default_rng(len(name)), dtype, heads, contexts, **options)
+
+        return f"{NAMES[dtype]} {heads} {name}", run
+
+    for dtype in TOLERANCE:
+        yield case("edges", dtype, (32, 8, 128, 128), edges)
+    for dim in (64, 96, 192, 256):
+        yield case("head dims", mx.bfloat16, (8, 2, dim, dim), edges)
+    for dtype, dim in ((mx.float16, 80), (mx.float16, 112), (mx.float32, 64)):
+        yield case("head dims", dtype, (8, 2, dim, dim), edges)
+    yield case("k and v differ", mx.bfloat16, (16, 4, 192, 128), edges)
+    for heads in ((4, 4), (5, 1), (64, 8), (16, 1), (40, 1)):
+        yield case("groups", mx.float16, (*heads, 64, 64), edges)
+    for size in (8, 32, 64):
+        yield case(f"blocks of {size}", mx.float16, (8, 2, 64, 64), edges, size=size)
+    for window in (8, 64, 700):
+        yield case(f"window {window}", mx.float16, (8, 2, 64, 64), edges, window=window)
+    yield case("sinks", mx.float16, (8, 2, 64, 64), edges, sink=2.0)
+    yield case("sinks, one piece", mx.float16, (8, 2, 64, 64), edges[:8], sink=-5.0, target=1)
+    yield case("soft cap", mx.float32, (8, 2, 64, 64), edges, softcap=50.0)
+    yield case("5 queries", mx.bfloat16, (32, 8, 128, 128), edges[4:], queries=5)
+    yield case("16 queries, window", mx.float32, (8, 2, 64, 64), edges[6:], queries=16, window=64)
+    yield case("long", mx.bfloat16, (32, 8, 128, 128), [8192, 8191, 1], target=1600)
+
+
+def pool_check() -> float:
+    """write_kv, copy_blocks and gather_kv in a chain of tokens; 0 if all is in place."""
+    rng = np.random.default_rng(0)
+    pools = [mx.zeros((9, 2, 16, d), mx.bfloat16) for d in (128, 64)]
+    k, v = (
+        mx.array(rng.standard_normal((3, 2, 1, d)).astype(np.float32)).astype(mx.bfloat16) for d in (128, 64)
+    )
+    mx.eval(pools)
+    done = write_kv(k, v, *pools, mx.array(np.array([5 * 16, 5 * 16 + 15, 2 * 16 + 3], np.int32)))
+    done = copy_blocks(*pools, mx.array([5], mx.int32), mx.array([7], mx.int32), (done,))
+    keys, values = gather_kv(*pools, mx.array([2, 7], mx.int32), 3, 32, (done,))
+    error = 0.0
+    for got, new in ((keys, k), (values, v)):
+        for position, row in ((0, 2), (13, 0), (28, 1)):
+            error = max(error, float(mx.abs(got[0, :, position] - new[row, :, 0]).max()))
+        error = max(error, float(mx.abs(got[0, :, 1:13]).max()))
+    return error
+
+
+def check() -> None:
+    print("\nRight? largest error / largest value, and error of the log-sum-exp", flush=True)
+    failed = 0
+    try:
+        error = pool_check()
+        print(f"  {'ok  ' if error == 0 else 'FAIL'} write, copy and gather: {error}")
+    except Exception:
+        failed += 1
+        traceback.print_exc()
+    for name, run in decode_checks():
+        try:
+            dtype, error, lse_error = run()
+            good = error <= TOLERANCE[dtype] and lse_error <= 10 * TOLERANCE[dtype]
+            failed += not good
+            print(f"  {'ok  ' if good else 'FAIL'} {name:45} {error:.1e} {lse_error:.1e}", flush=True)
+        except Exception as e:
+            failed += 1
+            print(f"  FAIL {name}: {str(e)[:2000]}", flush=True)
+    print(f"  {failed} failed", flush=True)
+
+
+# ---- How fast is it?
+
+
+def seconds_per_call(chain: Callable[[int], mx.array], budget: float = 0.15) -> float:
+    """Median time of one link of a chain of dependent calls; building the graph is not counted."""
+
+    def once(links: int) -> float:
+        result = chain(links)
+        begin = time.perf_counter()
+        mx.eval(result)
+        return (time.perf_counter() - begin) / links
+
+    mx.synchronize()
+    once(2)
+    links = max(4, min(200, math.ceil(budget / 4 / once(8))))
+    return statistics.median(once(links) for _ in range(5))
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of the fastest of two element-wise operations on 4 GB."""
+    x = mx.random.randint(0, 1 << 30, (1 << 30,), mx.int32)
+    mx.eval(x)
+    best = 0.0
+    for function in (mx.negative, lambda a: a + 1):
+
+        def chain(links: int, function=function) -> mx.array:
+            y = x
+            for _ in range(links):
+                y = function(y)
+            return y
+
+        best = max(best, 2 * x.nbytes / seconds_per_call(chain, 0.3))
+    return best
+
+
+class Case:
+    """Pools and contiguous arrays of the same tokens, enough sets of them to outgrow the cache."""
+
+    def __init__(self, rows: int, context: int, kv_heads: int, head_dim: int, size: int = 16) -> None:
+        self.rows, self.context = rows, context
+        blocks_per_row = context // size
+        self.kv_bytes = 2 * rows * context * kv_heads * head_dim * 2
+        sets = max(1, min(16, (400 << 20) // self.kv_bytes))
+        blocks = 1 + sets * rows * blocks_per_row
+        rng = np.random.default_rng(0)
+        tables = rng.permutation(np.arange(1, blocks, dtype=np.int32)).reshape(sets, rows, blocks_per_row)
+        self.pools = [self._random((blocks, kv_heads, size, head_dim)) for _ in range(2)]
+        self.tables = [mx.array(t) for t in tables]
+        self.dense = []
+        for table in self.tables:
+            planes = []
+            for pool in self.pools:
+                rows_of = [
+                    pool[table[row]].transpose(1, 0, 2, 3).reshape(1, kv_heads, context, head_dim)
+                    for row in range(rows)
+                ]
+                planes.append(mx.concatenate(rows_of))
+                mx.eval(planes)
+            self.dense.append(planes)
+        self.lens = np.full(rows, context, np.int32)
+        self.device_lens = mx.array(self.lens)
+
+    @staticmethod
+    def _random(shape: tuple[int, ...]) -> mx.array:
+        piece = max(1, (64 << 20) // math.prod(shape[1:]))
+        parts = []
+        for begin in range(0, shape[0], piece):
+            parts.append(mx.random.normal((min(piece, shape[0] - begin), *shape[1:]), mx.bfloat16))
+            mx.eval(parts[-1])
+        whole = mx.concatenate(parts)
+        mx.eval(whole)
+        return whole
+
+    def time(
+        self, heads: int, target: int = TARGET_THREADGROUPS, dense: bool = True
+    ) -> tuple[float, float, float]:
+        """Seconds of paged and of contiguous attention, and how far their results are apart."""
+        head_dim = self.pools[0].shape[3]
+        q0 = mx.random.normal((self.rows, heads, 1, head_dim), mx.bfloat16)
+        mx.eval(q0)
+        scale = head_dim**-0.5
+        work = work_list(
+            self.lens,
+            1,
+            block_size=16,
+            threadgroups_per_item=threadgroups_per_item(q0, *self.pools),
+            target=target,
+        )
+
+        def paged(links: int) -> mx.array:
+            q = q0
+            for i in range(links):
+                table = self.tables[i % len(self.tables)]
+                out, _, _ = paged_decode(q, *self.pools, table, self.device_lens, work, scale=scale)
+                q = out.swapaxes(1, 2)
+            return q
+
+        def contiguous(links: int) -> mx.array:
+            q = q0
+            for i in range(links):
+                q = mx.fast.scaled_dot_product_attention(q, *self.dense[i % len(self.dense)], scale=scale)
+            return q
+
+        gap = (
+            float(mx.abs(paged(1).astype(mx.float32) - contiguous(1).astype(mx.float32)).max())
+            if dense
+            else 0.0
+        )
+        return seconds_per_call(paged), seconds_per_call(contiguous) if dense else math.nan, gap
+
+
+HEADS = (16, 32, 64)
+GRID = list(itertools.product((1, 8, 32, 128), (1024, 4096, 16384)))
+
+
+def speed(copy: float) -> None:
+    print("\nrows  context  heads   KV GB | paged µs  GB/s  of copy | contiguous µs  GB/s | ratio  differ by")
+    for rows, context in GRID:
+        try:
+            case = Case(rows, context, 8, 128)
+            for heads in HEADS:
+                paged, dense, gap = case.time(heads)
+                rate = case.kv_bytes / paged
+                size = case.kv_bytes / 1e9
+                print(
+                    f"{rows:4} {context:8} ({heads:2},8) {size:7.3f} | {paged * 1e6:8.1f} {rate / 1e9:5.0f} "
+                    f"{rate / copy:7.1%}  | {dense * 1e6:9.1f} {size / dense:9.0f} | "
+                    f"{dense / paged:5.2f}  {gap:.0e}",
+                    flush=True,
+                )
+        except Exception as e:
+            print(f"{rows:4} {context:8} failed: {str(e)[:500]}", flush=True)
+        case = None
+        mx.clear_cache()
+
+
+def tune() -> None:
+    targets = (200, 400, 800, 1600, 3200, 6400)
+    shapes = ((1, 1024), (1, 4096), (1, 16384), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
+    print("\nµs by threadgroups aimed for, and simdgroups of each")
+    print("rows  context  heads  each | " + " ".join(f"{t:7}" for t in targets), flush=True)
+    for rows, context in shapes:
+        case = Case(rows, context, 8, 128)
+        for heads, simdgroups in itertools.product((32, 64), (2, 4, 8)):
+            decode.SIMDGROUPS = pieces.SIMDGROUPS = simdgroups
+            pieces.PIECE = 16 * simdgroups
+            times = [case.time(heads, target, dense=False)[0] * 1e6 for target in targets]
+            figures = " ".join(f"{t:7.1f}" for t in times)
+            print(f"{rows:4} {context:8} ({heads:2},8) {simdgroups:4} | {figures}", flush=True)
+        decode.SIMDGROUPS = pieces.SIMDGROUPS = 4
+        pieces.PIECE = 64
+        case = None
+        mx.clear_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", action="store_true", help="also time other sizes of work lists")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    print(f"mlx {mx.__version__}, {mx.device_info().get('device_name', '?')}, kernels for {backend()}")
+    check()
+    print(f"[{time.perf_counter() - begin:.0f} s]")
+    copy = copy_bandwidth()
+    print(f"\nDevice copy: {copy / 1e9:.0f} GB/s", flush=True)
+    mx.clear_cache()
+    speed(copy)
+    print(f"[{time.perf_counter() - begin:.0f} s]")
+    if arguments.tune:
+        tune()
+        print(f"[{time.perf_counter() - begin:.0f} s]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""paged_decode: attention of single tokens and short runs of queries over blocks, read where they lie."""
+
+import mlx.core as mx
+
+from mlx_paged_attention.ops.kernels.make import Kernel, TemplateArgument, backend, words
+from mlx_paged_attention.ops.kernels.order import joined
+from mlx_paged_attention.ops.kernels.work_list import SIMDGROUPS, WorkList
+
+_DECODE = Kernel(
+    "paged_decode",
+    ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "params", "after"),
+    ("out", "lse"),
+)
+_MERGE = Kernel("merge_splits", ("parts", "lses", "splits", "sinks"), ("out", "lse"))
+
+
+def supports(q_dtype: mx.Dtype, k_pool: mx.array, v_pool: mx.array) -> bool:
+    """Whether there is a kernel for these pools: head sizes in steps of 16, blocks in steps of 8."""
+    types = (mx.float16, mx.bfloat16, mx.float32)
+    return (
+        q_dtype in types
+        and k_pool.dtype in types
+        and k_pool.dtype == v_pool.dtype
+        and k_pool.shape[2] % 8 == 0
+        and all(16 <= pool.shape[3] <= 256 and pool.shape[3] % 16 == 0 for pool in (k_pool, v_pool))
+    )
+
+
+def matrix_type(q_dtype: mx.Dtype, stored: mx.Dtype) -> mx.Dtype:
+    """The type of the factors of matrix products, whose sums are float32 always."""
+    return q_dtype if q_dtype == stored else mx.float32
+
+
+def tiles(q_dtype: mx.Dtype, k_pool: mx.array, v_pool: mx.array, columns: int) -> int:
+    """Tiles of 8 columns, a column being a query and a head, that a threadgroup works on."""
+    wide = max(k_pool.shape[3], v_pool.shape[3]) > 128 or matrix_type(q_dtype, k_pool.dtype) == mx.float32
+    return 1 if columns <= 8 or wide or backend() == "metal" else 2
+
+
+def threadgroups_per_item(q: mx.array, k_pool: mx.array, v_pool: mx.array) -> int:
+    """How many threadgroups share one item of a work list for ``q [rows, heads, queries, head_dim]``."""
+    kv_heads = k_pool.shape[1]
+    columns = q.shape[1] // kv_heads * q.shape[2]
+    return int(kv_heads * -(-columns // (8 * tiles(q.dtype, k_pool, v_pool, columns))))
+
+
+def paged_decode(
+    q: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    work: WorkList,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    after: tuple[mx.array, ...] = (),
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Attention of several queries per row over the row's blocks.
+
+    The contexts are split across threadgroups ("flash decoding",
+    https://pytorch.org/blog/flash-decoding/) and merged by their log-sum-exp.
+
+    Args:
+        q: ``[rows, heads, queries, head_dim]``, strided as it likes.
+        k_pool, v_pool: ``[blocks, kv_heads, block_size, head_dim]``, whole arrays.
+        block_tables: int32 ``[rows, width]``.
+        context_lens: int32 ``[rows * queries]``.
+        work: the pieces of these contexts, cut for this window.
+        scale, window, sinks, softcap: as for ``paged_attention``.
+        after: ordering tokens of the writes that must be seen.
+
+    Returns:
+        ``[rows, queries, heads, v_head_dim]`` in ``q``'s type; the log-sum-exp of each
+        query's scores (sinks included), float32 ``[rows, queries, heads]``, −inf where
+        there is nothing to attend to; an ordering token for what may only happen once the
+        pool has been read.
+    """
+    rows, heads, queries, head_dim = q.shape
+    kv_heads, block_size, v_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
+    params = words(scale, softcap or 0.0)
+    sink_values = params if sinks is None else sinks
+    items = work.items.shape[0]
+    out_rows, out_type = (items, mx.float32) if work.split else (rows, q.dtype)
+    template: list[tuple[str, TemplateArgument]] = [
+        ("O", out_type),
+        ("S", k_pool.dtype),
+        ("M", matrix_type(q.dtype, k_pool.dtype)),
+        ("H", heads),
+        ("KH", kv_heads),
+        ("DK", head_dim),
+        ("DV", v_dim),
+        ("BS", block_size),
+        ("TILES", tiles(q.dtype, k_pool, v_pool, heads // kv_heads * queries)),
+        ("SG", SIMDGROUPS),
+        ("WINDOW", window or 0),
+        ("SOFTCAP", softcap is not None),
+        ("SINKS", sinks is not None),
+        ("SPLIT", work.split),
+    ]
+    out, lse = _DECODE(
+        [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, params, joined(after)],
+        template,
+        grid=(32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        output_shapes=[(out_rows, queries, heads, v_dim), (out_rows, queries, heads)],
+        output_dtypes=[out_type, mx.float32],
+    )
+    if not work.split:
+        return out, lse, lse
+    return *merge_splits(out, lse, work.splits, q.dtype, sinks), lse
+
+
+def merge_splits(
+    parts: mx.array, lses: mx.array, splits: mx.array, dtype: mx.Dtype, sinks: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """Merge the results over pieces of a context.
+
+    Args:
+        parts: float32 ``[items, queries, heads, v_head_dim]``, each normalised by itself.
+        lses: float32 ``[items, queries, heads]``.
+        splits: int32 ``[rows, 2]``, each row's first item and number of items.
+        dtype: of the result.
+        sinks: ``[heads]``.
+
+    Returns:
+        ``[rows, queries, heads, v_head_dim]`` and its log-sum-exp ``[rows, queries, heads]``.
+    """
+    _, queries, heads, v_dim = parts.shape
+    rows = splits.shape[0]
+    out, lse = _MERGE(
+        [parts, lses, splits, words() if sinks is None else sinks],
+        [("T", dtype), ("H", heads), ("DV", v_dim), ("SG", SIMDGROUPS), ("SINKS", sinks is not None)],
+        grid=(32 * SIMDGROUPS * heads, rows * queries, 1),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        output_shapes=[(rows, queries, heads, v_dim), (rows, queries, heads)],
+        output_dtypes=[dtype, mx.float32],
+    )
+    return out, lse

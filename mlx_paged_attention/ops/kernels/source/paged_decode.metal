@@ -1,0 +1,258 @@
+// Attention of the queries of one work item and one kv head, in float32.
+//
+// The columns of the matrices are (query, head of the group) pairs, so that one load of a key serves
+// all of them. A simdgroup works alone on 16 keys at a time:
+//     scores [16 keys, columns] = keys [16, head_dim] x queries [head_dim, columns]
+//     result [v_head_dim, columns] = values [v_head_dim, 16 keys] x weights [16 keys, columns]
+// Which dimension stands in which row or column of a product is free as long as both factors agree:
+// a lane takes whatever it can load 16 bytes at a time. Simdgroups are merged at the end.
+//
+// O: type of out. S: stored type. M: type of the matrices. TILES: columns / 8. SG: simdgroups.
+
+constexpr int GROUP = H / KH;
+constexpr int COLUMNS = 8 * TILES;
+
+constexpr int WIDE = 16 / int(sizeof(S));
+constexpr int KE = DK / 4;  // elements of a key that a lane holds, KW at a time
+constexpr int KW = KE % WIDE == 0 ? WIDE : KE % (WIDE / 2) == 0 ? WIDE / 2 : WIDE / 4;
+constexpr int KEY_WORDS = KE * int(sizeof(S)) / 4;
+constexpr int KW_WORDS = KW * int(sizeof(S)) / 4;
+constexpr int VE = DV / 8;  // elements of a value that a lane holds, VW at a time
+constexpr int VW = VE % WIDE == 0 ? WIDE : VE % (WIDE / 2) == 0 ? WIDE / 2 : WIDE / 4;
+constexpr int VALUE_WORDS = VE * int(sizeof(S)) / 4;
+constexpr int VW_WORDS = VW * int(sizeof(S)) / 4;
+
+const uint lane = thread_index_in_simdgroup;
+const int sg = int(simdgroup_index_in_threadgroup);
+const int r = matrix_row(lane), c = matrix_column(lane);
+const int kv_head = int(threadgroup_position_in_grid.x) % KH;
+const int first_column = int(threadgroup_position_in_grid.x) / KH * COLUMNS;
+const int item = int(threadgroup_position_in_grid.y);
+const int row = items[item * 4];
+const int queries = q_shape[2];
+const int columns = min(COLUMNS, queries * GROUP - first_column);
+
+// What the queries of these columns may read: all of them full_begin .. full_end - 1, any of them
+// begin .. end - 1.
+int shortest = 2147483647, longest = 0;
+for (int i = first_column / GROUP; i <= (first_column + columns - 1) / GROUP; i++) {
+  const int context = context_lens[row * queries + i];
+  shortest = min(shortest, context);
+  longest = max(longest, context);
+}
+const int lowest = WINDOW > 0 ? max(0, shortest - WINDOW) : 0;
+const int end = min(items[item * 4 + 2], longest);
+const int begin = max(items[item * 4 + 1], lowest / BS * BS);
+const int full_begin = WINDOW > 0 ? max(0, longest - WINDOW) : 0;
+const int full_end = min(shortest, end);
+
+// The lane's two columns of each tile: keys low .. high - 1.
+int low[TILES * 2], high[TILES * 2];
+UNROLL for (int i = 0; i < TILES * 2; i++) {
+  const int column = first_column + i / 2 * 8 + c + i % 2;
+  const int query = min(column / GROUP, queries - 1);
+  const int context = context_lens[row * queries + query];
+  high[i] = min(context, end);
+  low[i] = WINDOW > 0 ? context - WINDOW : 0;
+}
+
+Pair<M> query_pairs[TILES][KE / 2];
+UNROLL for (int t = 0; t < TILES; t++) {
+  UNROLL for (int p = 0; p < KE / 2; p++) {
+    float x[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+      const int k = right_row(lane, i);
+      const int column = first_column + t * 8 + right_column(lane, i);
+      const int dim = (2 * p / KW * 4 + k / 2) * KW + 2 * p % KW + k % 2;
+      const int query = column / GROUP, head = kv_head * GROUP + column % GROUP;
+      x[i] = query < queries ? float(q[size_t(row) * q_strides[0] + size_t(head) * q_strides[1] +
+                                       size_t(query) * q_strides[2] + size_t(dim) * q_strides[3]])
+                             : 0.0f;
+    }
+    query_pairs[t][p] = make_pair<M>(x[0], x[1]);
+  }
+}
+
+const float cap = params[1];
+const float scale = params[0] * (SOFTCAP ? 1.0f / cap : FLOAT_LOG2E);
+
+float peak[TILES * 2], total[TILES * 2];
+float result[TILES][DV / 16][4];
+UNROLL for (int t = 0; t < TILES; t++) {
+  peak[2 * t] = peak[2 * t + 1] = -INFINITY;
+  total[2 * t] = total[2 * t + 1] = 0.0f;
+  UNROLL for (int d = 0; d < DV / 16; d++) {
+    UNROLL for (int i = 0; i < 4; i++) result[t][d][i] = 0.0f;
+  }
+}
+
+// Block ids are read 32 at a time, one per lane, and handed round.
+const int width = block_tables_shape[1];
+int table_begin = begin / BS;
+int table = block_tables[row * width + min(table_begin + int(lane), width - 1)];
+
+uint key_words[2][KEY_WORDS];
+int blocks[2];
+int position = begin + 16 * sg;
+#define LOAD_KEYS                                                                               \
+  if ((position + 8) / BS - table_begin >= 32) {                                                \
+    table_begin = position / BS;                                                                \
+    table = block_tables[row * width + min(table_begin + int(lane), width - 1)];                \
+  }                                                                                             \
+  UNROLL for (int i = 0; i < 2; i++) {                                                          \
+    const int at = position + 8 * i;                                                            \
+    blocks[i] = shuffle(table, at / BS - table_begin);                                          \
+    const size_t from =                                                                         \
+        (size_t(blocks[i]) * KH + kv_head) * (BS * DK) + (at % BS + r) * DK + c / 2 * KW;       \
+    UNROLL for (int j = 0; j < KE / KW; j++) {                                                  \
+      load_words<KW_WORDS>(key_words[i] + j * KW_WORDS, k_pool + from + j * 4 * KW);            \
+    }                                                                                           \
+  }
+
+if (position < end) {
+  LOAD_KEYS
+}
+
+while (position < end) {
+  uint value_words[4][VALUE_WORDS];
+  UNROLL for (int i = 0; i < 4; i++) {
+    const int at = position + i / 2 * 8;
+    const size_t from =
+        (size_t(blocks[i / 2]) * KH + kv_head) * (BS * DV) + (at % BS + c + i % 2) * DV + r * VW;
+    UNROLL for (int j = 0; j < VE / VW; j++) {
+      load_words<VW_WORDS>(value_words[i] + j * VW_WORDS, v_pool + from + j * 8 * VW);
+    }
+  }
+
+  float scores[TILES][4];
+  UNROLL for (int t = 0; t < TILES; t++) {
+    UNROLL for (int i = 0; i < 4; i++) scores[t][i] = 0.0f;
+    UNROLL for (int p = 0; p < KE / 2; p += 2) {
+      multiply_add<M>(
+          scores[t], pair_at<S, M>(key_words[0], p), pair_at<S, M>(key_words[1], p),
+          pair_at<S, M>(key_words[0], p + 1), pair_at<S, M>(key_words[1], p + 1), query_pairs[t][p],
+          query_pairs[t][p + 1]);
+    }
+  }
+
+  // The next keys are on their way while these are worked on.
+  const int here = position;
+  position += 16 * SG;
+  if (position < end) {
+    LOAD_KEYS
+  }
+
+  const bool edge = here < full_begin || here + 16 > full_end;
+  if (edge) {
+    // A weight of 0 does not silence NaN in a slot that nobody may read.
+    UNROLL for (int i = 0; i < 4; i++) {
+      const int at = here + i / 2 * 8 + c + i % 2;
+      if (at < lowest || at >= end) {
+        UNROLL for (int w = 0; w < VALUE_WORDS; w++) value_words[i][w] = 0;
+      }
+    }
+  }
+
+  Pair<M> weights[TILES][2];
+  UNROLL for (int t = 0; t < TILES; t++) {
+    float shrink[2];
+    UNROLL for (int i = 0; i < 4; i++) {
+      float score = scores[t][i] * scale;
+      if (SOFTCAP) score = cap * FLOAT_LOG2E * exact_tanh(score);
+      if (edge) {
+        const int at = here + i / 2 * 8 + r;
+        const int column = 2 * t + i % 2;
+        score = at >= low[column] && at < high[column] ? score : -INFINITY;
+      }
+      scores[t][i] = score;
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+      const int column = 2 * t + i;
+      const float highest = max(peak[column], max_over_rows(max(scores[t][i], scores[t][2 + i])));
+      // Nothing seen yet: any finite stand-in gives weights of exp2(-inf) = 0.
+      const float reference = highest == -INFINITY ? 0.0f : highest;
+      shrink[i] = fast::exp2(peak[column] - reference);
+      peak[column] = highest;
+      scores[t][i] = fast::exp2(scores[t][i] - reference);
+      scores[t][2 + i] = fast::exp2(scores[t][2 + i] - reference);
+      total[column] = total[column] * shrink[i] + scores[t][i] + scores[t][2 + i];
+    }
+    weights[t][0] = as_right<M>(scores[t][0], scores[t][1], lane);
+    weights[t][1] = as_right<M>(scores[t][2], scores[t][3], lane);
+    UNROLL for (int d = 0; d < DV / 16; d++) {
+      UNROLL for (int i = 0; i < 4; i++) result[t][d][i] *= shrink[i % 2];
+    }
+  }
+
+  // Keys c, c + 1 and 8 + c, 9 + c stand in the left operand's columns, a lane's elements 2 d and
+  // 2 d + 1 in its rows r and 8 + r.
+  UNROLL for (int d = 0; d < DV / 16; d++) {
+    Pair<M> v[4];
+    UNROLL for (int i = 0; i < 4; i++) v[i] = pair_at<S, M>(value_words[i], d);
+    UNROLL for (int t = 0; t < TILES; t++) {
+      multiply_add<M>(
+          result[t][d], first_of<M>(v[0], v[1]), second_of<M>(v[0], v[1]), first_of<M>(v[2], v[3]),
+          second_of<M>(v[2], v[3]), weights[t][0], weights[t][1]);
+    }
+  }
+}
+
+// ---- Merge the simdgroups.
+
+constexpr int CHUNK = 8 * VW;  // dimensions merged at a time
+threadgroup float peaks[SG][COLUMNS];
+threadgroup float totals[SG][COLUMNS];
+threadgroup float parts[SG][COLUMNS][CHUNK + 1];
+
+UNROLL for (int i = 0; i < TILES * 2; i++) {
+  total[i] = sum_over_rows(total[i]);
+  if (r == 0) {
+    peaks[sg][i / 2 * 8 + c + i % 2] = peak[i];
+    totals[sg][i / 2 * 8 + c + i % 2] = total[i];
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+const int out_row = SPLIT ? item : row;
+float share[TILES * 2];
+UNROLL for (int i = 0; i < TILES * 2; i++) {
+  const int column = i / 2 * 8 + c + i % 2;
+  const int query = (first_column + column) / GROUP;
+  const int head = kv_head * GROUP + (first_column + column) % GROUP;
+  float highest = -INFINITY;
+  UNROLL for (int s = 0; s < SG; s++) highest = max(highest, peaks[s][column]);
+  float sink = -INFINITY;
+  if (SINKS && !SPLIT && column < columns) {
+    sink = float(sinks[head]) * FLOAT_LOG2E;
+    highest = max(highest, sink);
+  }
+  const float reference = highest == -INFINITY ? 0.0f : highest;
+  float sum = fast::exp2(sink - reference);
+  UNROLL for (int s = 0; s < SG; s++) sum += totals[s][column] * fast::exp2(peaks[s][column] - reference);
+  share[i] = sum > 0.0f ? fast::exp2(peak[i] - reference) / sum : 0.0f;
+  if (sg == 0 && r == 0 && column < columns) {
+    lse[(size_t(out_row) * queries + query) * H + head] =
+        sum > 0.0f ? highest * FLOAT_LN2 + log(sum) : -INFINITY;
+  }
+}
+
+UNROLL for (int j = 0; j < VE / VW; j++) {
+  UNROLL for (int t = 0; t < TILES; t++) {
+    UNROLL for (int e = 0; e < VW; e++) {
+      // Element e of the lane's part: row half e % 2 of product (j * VW + e) / 2.
+      UNROLL for (int i = 0; i < 2; i++) {
+        parts[sg][t * 8 + c + i][r * VW + e] = result[t][(j * VW + e) / 2][e % 2 * 2 + i] * share[2 * t + i];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = int(thread_index_in_threadgroup); i < columns * CHUNK; i += 32 * SG) {
+    const int column = i / CHUNK, dim = i % CHUNK;
+    float sum = 0.0f;
+    UNROLL for (int s = 0; s < SG; s++) sum += parts[s][column][dim];
+    const int query = (first_column + column) / GROUP;
+    const int head = kv_head * GROUP + (first_column + column) % GROUP;
+    out[((size_t(out_row) * queries + query) * H + head) * DV + j * CHUNK + dim] = O(sum);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
