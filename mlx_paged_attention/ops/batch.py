@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+Split = tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]
+
 
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -23,6 +25,9 @@ class AttentionBatch:
             rubbish bins: nothing reads them.
         block_tables: int32 ``[rows, width]``, block ids by position, padded with 0.
         block_size: tokens per block.
+        runs: half-open ranges of the flattened ``[rows * queries]`` tokens, each a run of one
+            sequence's consecutive positions; together they are all tokens. Each row is a run
+            of its own by default.
     """
 
     starts: NDArray[np.int32]
@@ -30,7 +35,14 @@ class AttentionBatch:
     slots: NDArray[np.int64]
     block_tables: NDArray[np.int32]
     block_size: int
+    runs: tuple[tuple[int, int], ...] = ()
+    _splits: dict[int, Split] = field(default_factory=dict, repr=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            ends = range(self.queries, len(self.starts) * self.queries + 1, self.queries)
+            object.__setattr__(self, "runs", tuple((end - self.queries, end) for end in ends))
 
     @property
     def rows(self) -> int:
@@ -57,6 +69,14 @@ class AttentionBatch:
         """``[rows, longest]``: positions that hold keys and values after this forward."""
         positions = np.arange(self.longest, dtype=np.int32)
         return positions < (self.starts + self.queries)[:, None]
+
+    def split(self, limit: int) -> Split:
+        """Runs of more than ``limit`` tokens, and the indices of all tokens in shorter ones."""
+        if limit not in self._splits:
+            long = tuple(run for run in self.runs if run[1] - run[0] > limit)
+            short = [np.arange(*run) for run in self.runs if run[1] - run[0] <= limit]
+            self._splits[limit] = long, np.concatenate(short) if short else np.empty(0, np.int64)
+        return self._splits[limit]
 
     def mask(self, window: int | None) -> mx.array:
         """Boolean ``[rows, 1, queries, longest]``: which positions each query may read."""

@@ -1,5 +1,6 @@
 """HostLayer: a layer whose pool belongs to numpy and is read in place by a compiled loop (CPU)."""
 
+import sys
 import threading
 
 import mlx.core as mx
@@ -8,10 +9,14 @@ from numpy.typing import NDArray
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.host_chunk import attend_run
 from mlx_paged_attention.ops.host_kernel import attend_rows
 from mlx_paged_attention.ops.layer import AttentionLayer
 
 Plane = NDArray[np.float32]
+# Longer runs of one sequence's tokens gather their context once and multiply matrices; up to here,
+# reading the blocks in place for every token costs less.
+SHORT_RUN = 4
 _NO_SINKS: NDArray[np.float32] = np.empty(0, np.float32)
 # One loop at a time, whatever engine it belongs to: it takes all cores, and the threads numba falls
 # back to where it finds no OpenMP abort the process when two callers enter them.
@@ -25,6 +30,8 @@ class HostLayer(AttentionLayer):
     values and works on numpy's zero-copy views of them. The pool never changes address, and
     the operating system commits its pages as blocks are first written.
     """
+
+    pack_limit = sys.maxsize  # a run costs the same whether its tokens are rows or one chunk
 
     def __init__(self, spec: LayerKVSpec, num_blocks: int) -> None:
         super().__init__(spec)
@@ -72,29 +79,65 @@ class HostLayer(AttentionLayer):
         sinks: mx.array | None = None,
     ) -> mx.array:
         mx.eval(queries, keys, values)  # one evaluation per layer
-        return super().attend(queries, keys, values, batch, scale=scale, sinks=sinks)
+        self.write(keys, values, batch)
+        return self.attend_in_place(queries, batch, scale, sinks)
 
     def attend_in_place(
         self, queries: mx.array, batch: AttentionBatch, scale: float, sinks: mx.array | None
     ) -> mx.array:
         rows, heads, length, _ = queries.shape
-        q = _token_rows(queries)
+        q = np.ascontiguousarray(_token_rows(queries))
         out = np.empty((rows * length, heads, self.v.shape[3]), np.float32)
+        sink_logits = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
+        long_runs, short = batch.split(SHORT_RUN)
         with _LOOP:
-            attend_rows(
-                np.ascontiguousarray(q),
-                self.k,
-                self.v,
-                batch.block_tables,
-                batch.context_lens,
-                length,
-                np.float32(scale),
-                self.spec.window or 0,
-                np.float32(0),
-                _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32)),
-                out,
-            )
+            for begin, end in long_runs:
+                attend_run(
+                    q[begin:end],
+                    self.k,
+                    self.v,
+                    batch.block_tables[begin // length],
+                    int(batch.context_lens[begin]) - 1,
+                    scale=scale,
+                    window=self.spec.window,
+                    sinks=sink_logits,
+                    out=out[begin:end],
+                )
+            if not long_runs:
+                self._attend_tokens(
+                    q, batch.block_tables, batch.context_lens, length, scale, sink_logits, out
+                )
+            elif len(short):
+                part = np.empty((len(short), *out.shape[1:]), np.float32)
+                tables, lens = batch.block_tables[short // length], batch.context_lens[short]
+                self._attend_tokens(q[short], tables, lens, 1, scale, sink_logits, part)
+                out[short] = part
         return mx.array(out).reshape(rows, length, heads, -1).swapaxes(1, 2)
+
+    def _attend_tokens(
+        self,
+        q: Plane,
+        tables: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        queries_per_row: int,
+        scale: float,
+        sinks: Plane,
+        out: Plane,
+    ) -> None:
+        window, no_cap = self.spec.window or 0, np.float32(0)
+        attend_rows(
+            q,
+            self.k,
+            self.v,
+            tables,
+            context_lens,
+            queries_per_row,
+            np.float32(scale),
+            window,
+            no_cap,
+            sinks,
+            out,
+        )
 
 
 def _token_rows(x: mx.array) -> Plane:

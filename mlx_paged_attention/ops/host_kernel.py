@@ -1,4 +1,4 @@
-"""The CPU's paged attention: one compiled loop over rows and KV heads that reads blocks in place."""
+"""The CPU's compiled loops: attention that reads blocks in place, and the parts of chunk attention."""
 
 import math
 from typing import Any
@@ -12,6 +12,26 @@ F32 = NDArray[np.float32]
 # Reassociation lets the compiler vectorise sums. Infinities and NaN keep their meaning: the
 # running maximum starts at -inf, and slots outside a context may hold anything.
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
+_LOG2_E = np.float32(1.4426950408889634)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _exp(x: Any) -> Any:
+    """e^x for x <= 0 in float32, to two units in the last place; vectorises, which libm's does not.
+
+    2^k times a minimax polynomial of 2^f on [-1/2, 1/2]. Anything below 2^-126 gives about 1e-38.
+    """
+    y = max(x * _LOG2_E, np.float32(-126))
+    k = np.floor(y + np.float32(0.5))
+    f = y - k
+    p = np.float32(1.535336188319500e-4)
+    p = p * f + np.float32(1.339887440266574e-3)
+    p = p * f + np.float32(9.618437357674640e-3)
+    p = p * f + np.float32(5.550332471162809e-2)
+    p = p * f + np.float32(2.402264791363012e-1)
+    p = p * f + np.float32(6.931472028550421e-1)
+    p = p * f + np.float32(1)
+    return p * (np.int32((np.int32(k) + 127) << 23)).view(np.float32)
 
 
 @numba.njit(parallel=True, fastmath=_FAST, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -58,7 +78,7 @@ def attend_rows(
         peak = np.full(group, -np.inf, np.float32)
         total = np.zeros(group, np.float32)
         acc = np.zeros((group, v_dim), np.float32)
-        weights = np.empty((group, block_size), np.float32)
+        scores = np.empty((group, block_size), np.float32)
         if sinks.shape[0] > 0:
             for g in range(group):
                 peak[g] = sinks[head + g]
@@ -68,34 +88,36 @@ def attend_rows(
             block = table[index]
             begin = max(0, first - index * block_size)
             end = min(block_size, context - index * block_size)
-            keys = k_pool[block, kv_head]
-            values = v_pool[block, kv_head]
+            # Loops over slices from 0 vectorise: no index can be negative.
+            keys = k_pool[block, kv_head, begin:end]
+            values = v_pool[block, kv_head, begin:end]
             for g in range(group):
                 query = q[row, head + g]
+                weights = scores[g, : keys.shape[0]]
                 best = peak[g]
-                for j in range(begin, end):
+                for j in range(keys.shape[0]):
                     score = np.float32(0)
                     for d in range(head_dim):
                         score += query[d] * keys[j, d]
                     score *= scale
                     if softcap > 0:
                         score = softcap * np.float32(math.tanh(score / softcap))
-                    weights[g, j] = score
+                    weights[j] = score
                     best = max(best, score)
                 # exp(-inf - best) is 0: the first block has nothing to rescale.
                 shrink = np.float32(math.exp(peak[g] - best)) if best > -np.inf else np.float32(1)
                 peak[g] = best
                 mass = np.float32(0)
-                for j in range(begin, end):
-                    weight = np.float32(math.exp(weights[g, j] - best))
-                    weights[g, j] = weight
+                for j in range(keys.shape[0]):
+                    weight = _exp(weights[j] - best)
+                    weights[j] = weight
                     mass += weight
                 total[g] = total[g] * shrink + mass
                 for d in range(v_dim):
                     acc[g, d] *= shrink
-            for j in range(begin, end):
+            for j in range(values.shape[0]):
                 for g in range(group):
-                    weight = weights[g, j]
+                    weight = scores[g, j]
                     for d in range(v_dim):
                         acc[g, d] += weight * values[j, d]
 
@@ -103,3 +125,62 @@ def attend_rows(
             norm = np.float32(1) / total[g] if total[g] > 0 else np.float32(0)
             for d in range(v_dim):
                 out[row, head + g, d] = acc[g, d] * norm
+
+
+@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+def gather_positions(pool: F32, table: NDArray[np.int32], first: int, out: F32) -> None:
+    """Copy positions ``first``, ``first + 1``, ... of a sequence to ``out``, ``[kv_heads, n, head_dim]``."""
+    block_size = pool.shape[2]
+    kv_heads, count, _ = out.shape
+    begin = first // block_size
+    for index in numba.prange(begin, (first + count + block_size - 1) // block_size):
+        low = max(first, index * block_size)
+        high = min(first + count, (index + 1) * block_size)
+        for head in range(kv_heads):
+            source = pool[table[index], head]
+            out[head, low - first : high - first] = source[
+                low - index * block_size : high - index * block_size
+            ]
+
+
+@numba.njit(parallel=True, fastmath=_FAST, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def causal_softmax(
+    scores: F32, group: int, first_end: int, scale: Any, window: int, softcap: Any, sinks: F32
+) -> None:
+    """Turn raw scores into attention weights, in place.
+
+    Args:
+        scores: ``[kv_heads, queries * group, keys]``; row ``i * group + g`` is query ``i`` of the
+            group's head ``g``, and may look at keys below ``first_end + i``.
+        scale: positive; window, softcap: as in :func:`attend_rows`.
+        sinks: ``[kv_heads * group]`` or empty.
+    """
+    kv_heads, rows, _ = scores.shape
+    for task in numba.prange(kv_heads * rows):
+        kv_head = task // rows
+        index = task % rows
+        end = first_end + index // group
+        begin = max(0, end - window) if window > 0 else 0
+        row = scores[kv_head, index]
+        live = row[begin:end]  # loops over a slice from 0 vectorise: no index can be negative
+        if softcap > 0:
+            for j in range(live.shape[0]):
+                live[j] = softcap * np.float32(math.tanh(live[j] * scale / softcap)) / scale
+        # Scaling after the subtraction keeps this a plain maximum.
+        best = np.float32(-np.inf)
+        for j in range(live.shape[0]):
+            best = max(best, live[j])
+        total = np.float32(0)
+        if sinks.shape[0] > 0:
+            sink = sinks[kv_head * group + index % group]
+            best = max(best, np.float32(sink / scale))
+            total = np.float32(math.exp(sink - best * scale))
+        for j in range(live.shape[0]):
+            weight = _exp((live[j] - best) * scale)
+            live[j] = weight
+            total += weight
+        norm = np.float32(1) / total
+        for j in range(live.shape[0]):
+            live[j] *= norm
+        row[:begin] = 0
+        row[end:] = 0

@@ -20,6 +20,9 @@ class AttentionLayer(ABC):
     as ``[rows, heads, queries, head_dim]``.
     """
 
+    # The longest chunk that may join the single tokens of a step as rows of one token each.
+    pack_limit = 32
+
     def __init__(self, spec: LayerKVSpec) -> None:
         self.spec = spec
 

@@ -9,10 +9,6 @@ from numpy.typing import NDArray
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.scheduler.step_plan import PlannedRow
 
-# A chunk of up to this many tokens joins the single-token rows of its step where the model
-# allows it; a longer one is a forward of its own, whose attention is one dense operation.
-PACK_LIMIT = 32
-
 
 @dataclass(frozen=True)
 class BatchInput:
@@ -36,20 +32,20 @@ def build_batches(
     tables: dict[str, NDArray[np.int32]],
     block_size: int,
     *,
-    pack: bool,
+    pack_limit: int,
     batch_rows: bool,
 ) -> Iterator[BatchInput]:
     """Split a step into forwards, keeping the plan's order so that readers follow writers.
 
     Args:
         tables: each request's block table, int32, long enough for this step.
-        pack: short chunks may join single-token rows as rows of one token each.
+        pack_limit: chunks of up to this many tokens join single tokens as rows of one token each.
         batch_rows: several sequences may share a forward at all.
     """
     together: list[PlannedRow] = []
     for row in rows:
         length = len(row.token_ids)
-        if batch_rows and (length == 1 or (pack and length <= PACK_LIMIT)):
+        if batch_rows and length <= max(1, pack_limit):
             together.append(row)
             continue
         if together:
@@ -76,15 +72,16 @@ def _token_rows(
         table[i, :used] = tables[row.request_id][:used]
     table = np.repeat(table, lengths, axis=0)
     write_from = np.repeat(np.array([row.write_from for row in rows]), lengths)
+    spans = tuple((int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True))
     attention = AttentionBatch(
         starts=positions,
         queries=1,
         slots=_slots(positions, table[np.arange(total), positions // block_size], write_from, block_size),
         block_tables=table,
         block_size=block_size,
+        runs=spans,
     )
     tokens = np.array([token for row in rows for token in row.token_ids], np.int32)[:, None]
-    spans = tuple((int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True))
     return BatchInput(tokens, attention, tuple(rows), spans)
 
 

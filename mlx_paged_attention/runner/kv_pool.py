@@ -22,6 +22,11 @@ class KVPool:
         assert self.nbytes == expected, "the specs' byte counts disagree with the arrays"
 
     @property
+    def pack_limit(self) -> int:
+        """Longest chunk worth running as rows of one token."""
+        return min(layer.pack_limit for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 

@@ -8,7 +8,7 @@ class Layout:
     """How a step becomes forwards.
 
     Attributes:
-        pack: short chunks join the single-token rows of the step, one row per token.
+        pack: chunks join the single-token rows of the step, one row per token.
         dense: keys and values are gathered for the model's own attention.
         batch_rows: several sequences share a forward.
     """

@@ -97,7 +97,7 @@ class ModelRunner:
             plan.rows,
             tables,
             self._pool.block_size,
-            pack=self._layout.pack,
+            pack_limit=self._pool.pack_limit if self._layout.pack else 1,
             batch_rows=self._layout.batch_rows,
         ):
             results.extend(self._forward(batch))

@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_paged_attention.runner.batch import PACK_LIMIT, build_batches
+from mlx_paged_attention.runner.batch import build_batches
 from mlx_paged_attention.scheduler.step_plan import PlannedRow
 
 BLOCK_SIZE = 4
+PACK_LIMIT = 32
 WIDTH = 40
-LAYOUTS = [(True, True), (False, True), (False, False)]
+LAYOUTS = [(PACK_LIMIT, True), (1, True), (1, False)]
 
 
 def row(name, length, start=0, write_from=None):
@@ -24,8 +25,9 @@ def tables_for(rows):
     return {r.request_id: order[i * WIDTH : (i + 1) * WIDTH].astype(np.int32) for i, r in enumerate(rows)}
 
 
-def batches(rows, *, pack=True, batch_rows=True, tables=None):
-    return list(build_batches(rows, tables or tables_for(rows), BLOCK_SIZE, pack=pack, batch_rows=batch_rows))
+def batches(rows, *, pack_limit=PACK_LIMIT, batch_rows=True, tables=None):
+    tables = tables or tables_for(rows)
+    return list(build_batches(rows, tables, BLOCK_SIZE, pack_limit=pack_limit, batch_rows=batch_rows))
 
 
 def groups(rows, **options):
@@ -34,7 +36,7 @@ def groups(rows, **options):
 
 def test_single_tokens_share_a_forward_of_one_token_per_row():
     rows = [row("a", 1, 5), row("b", 1, 0), row("c", 1, 30)]
-    (batch,) = batches(rows, pack=False)
+    (batch,) = batches(rows, pack_limit=1)
     assert batch.tokens.tolist() == [[r.token_ids[0]] for r in rows]
     assert batch.tokens.dtype == np.int32
     assert batch.attention.queries == 1
@@ -48,7 +50,7 @@ def test_short_chunks_join_the_single_tokens_where_the_model_allows_it():
     assert batch.tokens.shape == (4 + PACK_LIMIT, 1)
     assert batch.spans == ((0, 1), (1, 4), (4, 4 + PACK_LIMIT))
     assert batch.attention.starts.tolist() == [5, 7, 8, 9, *range(PACK_LIMIT)]
-    assert groups(rows, pack=False) == [["a"], ["b"], ["c"]]
+    assert groups(rows, pack_limit=1) == [["a"], ["b"], ["c"]]
 
 
 def test_a_long_chunk_is_one_row_and_splits_the_rows_around_it():
@@ -63,8 +65,8 @@ def test_a_long_chunk_is_one_row_and_splits_the_rows_around_it():
 
 def test_a_model_that_takes_no_batches_gets_one_sequence_per_forward():
     rows = [row("a", 1, 2), row("b", 1, 3), row("c", 5)]
-    assert groups(rows, pack=False, batch_rows=False) == [["a"], ["b"], ["c"]]
-    assert [batch.tokens.shape for batch in batches(rows, pack=False, batch_rows=False)] == [
+    assert groups(rows, pack_limit=1, batch_rows=False) == [["a"], ["b"], ["c"]]
+    assert [batch.tokens.shape for batch in batches(rows, pack_limit=1, batch_rows=False)] == [
         (1, 1),
         (1, 1),
         (1, 5),
@@ -75,13 +77,13 @@ def test_a_step_without_rows_has_no_forwards():
     assert batches([]) == []
 
 
-@pytest.mark.parametrize(("pack", "batch_rows"), LAYOUTS)
-def test_tokens_in_published_blocks_are_written_into_the_null_block(pack, batch_rows):
+@pytest.mark.parametrize(("pack_limit", "batch_rows"), LAYOUTS)
+def test_tokens_in_published_blocks_are_written_into_the_null_block(pack_limit, batch_rows):
     rows = [row("a", 1, 7, write_from=8), row("b", 6, 2, write_from=4)]
     tables = tables_for(rows)
     flat = [
         int(slot)
-        for batch in batches(rows, pack=pack, batch_rows=batch_rows, tables=tables)
+        for batch in batches(rows, pack_limit=pack_limit, batch_rows=batch_rows, tables=tables)
         for slot in batch.attention.slots
     ]
     b = tables["b"]
@@ -98,6 +100,7 @@ def test_tables_hold_the_blocks_of_the_context_and_zeros_beyond():
     assert batch.attention.block_tables.dtype == np.int32
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 1, 1, 2, 5, PACK_LIMIT, PACK_LIMIT + 1, 50]), max_size=8),
     layout=st.sampled_from(LAYOUTS),
@@ -116,8 +119,8 @@ def test_every_token_is_placed_as_if_it_were_alone_and_in_plan_order(lengths, la
             position = r.start + i
             block = int(tables[r.request_id][position // BLOCK_SIZE]) if position >= r.write_from else 0
             expected.append((r.request_id, token, position, block * BLOCK_SIZE + position % BLOCK_SIZE))
-    pack, batch_rows = layout
-    for batch in build_batches(rows, tables, BLOCK_SIZE, pack=pack, batch_rows=batch_rows):
+    pack_limit, batch_rows = layout
+    for batch in build_batches(rows, tables, BLOCK_SIZE, pack_limit=pack_limit, batch_rows=batch_rows):
         attention, queries = batch.attention, batch.attention.queries
         tokens = batch.tokens.reshape(-1)
         assert batch.tokens.shape == (attention.rows, queries)
