@@ -1,8 +1,8 @@
 """Runs Metal compute kernels on a CPU, and is strict about them.
 
 ``metal_kernel`` stands in for ``mx.fast.metal_kernel``. It builds the source that MLX would hand to Metal's
-compiler (``mlx_source``), translates it to C++ (``translate``) over a small Metal library (``metal_library/``),
-has clang instrument every memory access (``program``) and runs the threads as fibers (``runtime/``), with
+compiler (``mlx_source``), translates it to C++ (``translate``) over a small Metal library
+(``metal_library/``), has clang instrument every memory access (``program``) and runs the threads as fibers (``runtime/``), with
 simdgroups and barriers as Metal has them. These are faults, reported with thread and line:
 
 - divergence: lanes or threads that wait in different simd operations or barriers, or never reach them;
@@ -16,8 +16,8 @@ simdgroups and barriers as Metal has them. These are faults, reported with threa
 A second compilation, as OpenCL C++, finds errors of address spaces (``address_spaces``).
 
 What it cannot tell: all that Apple's compiler accepts, register pressure, speed, the accuracy of ``fast::``
-functions and the order of reductions (``Conditions`` varies these two), order between atomics, hazards between
-kernels.
+functions and the order of reductions (``Conditions`` varies these two), order between atomics, hazards
+between kernels.
 Words that look like swizzles (``xy``, ``rgb``) cannot be members of a struct.
 """
 

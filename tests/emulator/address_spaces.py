@@ -1,7 +1,7 @@
 """A second, syntax-only compilation, as OpenCL C++, whose address spaces are Metal's.
 
 It finds what the C++ translation cannot: pointers and references without an address space or into the wrong
-one, threadgroup variables outside a kernel, addresses of vector elements, and words that are C++ but not Metal.
+one, threadgroup variables outside a kernel, addresses of vector elements, and C++ that is not Metal.
 """
 
 import json
@@ -48,6 +48,7 @@ _VECTORS = {
 _NOT_METAL = (
     *("double", "goto", "new", "delete", "virtual", "dynamic_cast", "typeid", "thread_local", "throw", "try"),
 )
+_PLACE = re.compile(r"([^\s<,:]+):\d+:\d+")
 _NEED_NO_CONSTANT = {
     *("constant", "using", "typedef", "template", "(", "struct", "enum", "class", "union", "static_assert"),
     *("namespace", "friend"),
@@ -148,15 +149,20 @@ def _without_attributes(tokens: Tokens) -> Tokens:
                 kept.append(code(" = {}"))
             i = end + 1
             continue
-        after = text_at(tokens, following(tokens, i))
-        before = preceding(tokens, i)
-        if text_at(tokens, before) == "const":
-            before = preceding(tokens, before)
-        is_member = text_at(tokens, before) == ")" and after in ("{", ":", ";", "->", "noexcept", "=")
-        is_dropped = (token.text == "kernel" and after == "void") or (token.text == "thread" and is_member)
-        kept.append(Token("space", " ") if is_dropped else token)
+        dropped = token.text in ("kernel", "thread") and _says_nothing_here(tokens, i)
+        kept.append(Token("space", " ") if dropped else token)
         i += 1
     return kept
+
+
+def _says_nothing_here(tokens: Tokens, index: int) -> bool:
+    after = text_at(tokens, following(tokens, index))
+    if tokens[index].text == "kernel":
+        return after == "void"
+    before = preceding(tokens, index)
+    if text_at(tokens, before) == "const":
+        before = preceding(tokens, before)
+    return text_at(tokens, before) == ")" and after in ("{", ":", ";", "->", "noexcept", "=")
 
 
 def _variables_that_must_be_constant(tokens: Tokens) -> Iterator[str]:
@@ -214,8 +220,8 @@ def _pointers_without_address_space(ast: str) -> Iterator[str]:
     """Declarations outside MLX's headers whose type clang had to call generic."""
     file = ""
     for line in ast.splitlines():
-        for place in re.findall(r"([^\s<,]+?):\d+:\d+", line.split(" '")[0]):
-            if place not in ("line", "col"):
+        for place in _PLACE.findall(line.split(" '", 1)[0]):
+            if place != "line":
                 file = place
         if "Decl" not in line or "__generic" not in line or "implicit" in line or "/" in file:
             continue

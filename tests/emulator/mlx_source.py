@@ -76,7 +76,8 @@ def generate(
     template: TemplateArguments,
     atomic_outputs: bool,
 ) -> GeneratedKernel:
-    """``inputs`` are names and arrays (their ``dtype``, ``ndim`` and ``size`` count), ``outputs`` names and dtypes.
+    """``inputs`` are names and arrays (only ``dtype``, ``ndim`` and ``size`` count), ``outputs`` names
+    and dtypes.
 
     Lines are numbered within ``source``, and within ``header`` as ``name.header``.
     """

@@ -1,7 +1,6 @@
 """The driver's preprocessor: its macros, MLX's headers, and library headers that are empty here."""
 
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 
 from .toolchain import HERE, cached, compile_or_raise, mlx_include
@@ -29,7 +28,8 @@ _LIBRARY_HEADERS = (
 )
 
 
-def preprocess(metal: str, defines: Iterable[str] = ()) -> str:
+@functools.lru_cache(maxsize=8)  # a kernel's two compilations begin alike
+def preprocess(metal: str, defines: tuple[str, ...] = ()) -> str:
     arguments = ["-E", "-x", "c++", "-std=c++17", "-w", "-undef", "-nostdinc", "-nostdinc++"]
     arguments += ["-D__cplusplus=201703L", "-D__UINT32_MAX__=4294967295u", "-Wno-builtin-macro-redefined"]
     arguments += ["-include", str(HERE / "metal_library/driver_macros.h")]

@@ -174,7 +174,9 @@ def test_threadgroups_that_add_to_one_output_race() -> None:
         run(body, x=mx.ones((2,)), threads=2, threadgroup=1, output_shape=(1,), init_value=0.0)
 
 
-@pytest.mark.parametrize("body", ["while (x[0] < 1) { } out[i] = 0;", "uint k = 1; while (k < 9) k *= i; out[i] = k;"])
+@pytest.mark.parametrize(
+    "body", ["while (x[0] < 1) { } out[i] = 0;", "uint k = 1; while (k < 9) k *= i; out[i] = k;"]
+)
 def test_an_endless_loop_ends_and_says_where(body: str) -> None:
     start = time.monotonic()
     with pytest.raises(KernelError, match=f"endless loop(.|\n)*at probe:{FIRST_LINE}"):
@@ -255,13 +257,19 @@ NOT_METAL = {
     "max of float and int": ("out[i] = max(x[i], 0);", "call to 'max' is ambiguous"),
     "clamp of float and int": ("out[i] = clamp(x[i], 0, 1);", "call to 'clamp' is ambiguous"),
     "float to bfloat, implicitly": ("bfloat16_t b = x[i]; out[i] = float(b);", "bfloat"),
-    "half plus bfloat": ("half h = x[i]; bfloat16_t b = bfloat16_t(x[i]); out[i] = float(h + b);", "'\\+'|operands"),
+    "half plus bfloat": (
+        "half h = x[i]; bfloat16_t b = bfloat16_t(x[i]); out[i] = float(h + b);",
+        "'\\+'|operands",
+    ),
     "half4 to float4, implicitly": ("half4 h = half4(1.0h); float4 f = h; out[i] = f.x;", "half"),
     "a C++ library's name": ("out[i] = std::max(x[i], 0.0f);", "'std'"),
     "a C library's name": ("out[i] = expf(x[i]);", "'expf'"),
     "a function that does not exist": ("out[i] = simd_shuffle_sideways(x[i], 1);", "simd_shuffle_sideways"),
     "a simd operation on 64 bits": ("long d = long(x[i]); out[i] = float(simd_sum(d));", "simd_sum"),
-    "an initialiser in threadgroup memory": ("threadgroup float t[2] = {1, 2}; out[i] = t[0];", "initialiser"),
+    "an initialiser in threadgroup memory": (
+        "threadgroup float t[2] = {1, 2}; out[i] = t[0];",
+        "initialiser",
+    ),
     "double": ("double d = x[i]; out[i] = d;", "'double' is not supported"),
     "exceptions": ("try { out[i] = x[i]; } catch (...) {}", "'try' is not supported"),
 }

@@ -1,8 +1,8 @@
 """Preprocessed Metal to C++ that means the same against ``metal_library/``.
 
 What C++ has no word for is rewritten token by token: attributes, function constants, threadgroup variables,
-half literals, swizzles, and members or overloads that differ in address spaces alone. Everything else stays, and so
-does every line number.
+half literals, swizzles, and members or overloads that differ in address spaces alone. Everything else stays,
+and so does every line number.
 """
 
 import re
