@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Self
@@ -31,6 +32,7 @@ class AsyncLLM:
         self._engine = started.engine
         self.tokenizer: Tokenizer | None = started.tokenizer
         self.generation_config = started.generation_config
+        self._finalizer = weakref.finalize(self, started.engine.close)
 
     @property
     def info(self) -> EngineInfo:
@@ -126,7 +128,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Stop the engine; requests still running end with :class:`EngineDeadError`."""
-        self._engine.close()
+        self._finalizer()
 
     async def __aenter__(self) -> Self:
         return self

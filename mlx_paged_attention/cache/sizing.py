@@ -86,6 +86,10 @@ def plan_pool(
     if config.max_model_len is None and capacity < max_model_len:
         notes.append(f"max_model_len is {capacity}, what the pool holds (the model allows {model_max_len})")
         max_model_len = capacity
+    elif capacity < max_model_len:
+        notes.append(
+            f"the pool holds {capacity} tokens, less than max_model_len ({max_model_len}): longer requests are refused"
+        )
     per_request = -(-max_model_len // size)
     return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, (num_blocks - 1) / per_request, notes)
 

@@ -10,14 +10,11 @@ from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.errors import UnsupportedModelError
 
 
-def observe_kv_specs(model: nn.Module, *, block_size: int, dtype: str | None = None) -> list[LayerKVSpec]:
+def observe_kv_specs(model: nn.Module, *, block_size: int) -> list[LayerKVSpec]:
     """One spec per entry of the model's cache, in order.
 
     Heads and head dims are read off the arrays that a forward of one token puts into mlx-lm's
     own cache, so nothing is guessed from a config. Windows come from ``RotatingKVCache``.
-
-    Args:
-        dtype: stored type; the type the model produces by default.
 
     Raises:
         UnsupportedModelError: a layer keeps something other than keys and values per token.
@@ -30,7 +27,7 @@ def observe_kv_specs(model: nn.Module, *, block_size: int, dtype: str | None = N
                 "this model cannot run on the paged engine yet, use mlx_lm for it"
             )
     model(mx.zeros((1, 1), mx.int32), cache=cache)
-    return [_spec(entry, index, block_size, dtype) for index, entry in enumerate(cache)]
+    return [_spec(entry, index, block_size) for index, entry in enumerate(cache)]
 
 
 def _refusal(entry: Any) -> str | None:
@@ -43,14 +40,14 @@ def _refusal(entry: Any) -> str | None:
     return "only plain keys and values, with or without a sliding window, are supported"
 
 
-def _spec(entry: Any, index: int, block_size: int, dtype: str | None) -> LayerKVSpec:
+def _spec(entry: Any, index: int, block_size: int) -> LayerKVSpec:
     if entry.keys is None:
         raise UnsupportedModelError(
             f"layer {index} has a cache that the model does not write; "
             "layers that share keys and values are not supported yet, use mlx_lm for this model"
         )
     planes = tuple(
-        Plane(name, dtype or str(array.dtype).removeprefix("mlx.core."), _block(array, block_size))
+        Plane(name, str(array.dtype).removeprefix("mlx.core."), _block(array, block_size))
         for name, array in (("k", entry.keys), ("v", entry.values))
     )
     window = entry.max_size if isinstance(entry, RotatingKVCache) else None
