@@ -88,7 +88,8 @@ def plan_pool(
         max_model_len = capacity
     elif capacity < max_model_len:
         notes.append(
-            f"the pool holds {capacity} tokens, less than max_model_len ({max_model_len}): longer requests are refused"
+            f"the pool holds {capacity} tokens, less than max_model_len ({max_model_len}): "
+            "longer requests are refused"
         )
     per_request = -(-max_model_len // size)
     return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, (num_blocks - 1) / per_request, notes)
