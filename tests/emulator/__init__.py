@@ -2,8 +2,10 @@
 
 ``metal_kernel`` stands in for ``mx.fast.metal_kernel``. It builds the source that MLX would hand to Metal's
 compiler (``mlx_source``), translates it to C++ (``translate``) over a small Metal library
-(``metal_library/``), has clang instrument every memory access (``program``) and runs the threads as fibers (``runtime/``), with
-simdgroups and barriers as Metal has them. These are faults, reported with thread and line:
+(``metal_library/``), has clang instrument every memory access (``program``) and runs the threads as fibers
+(``runtime/``), with simdgroups and barriers as Metal has them.
+
+These are faults, reported with thread and line:
 
 - divergence: lanes or threads that wait in different simd operations or barriers, or never reach them;
 - accesses out of bounds, misaligned, or through null;

@@ -48,6 +48,14 @@ _VECTORS = {
 _NOT_METAL = (
     *("double", "goto", "new", "delete", "virtual", "dynamic_cast", "typeid", "thread_local", "throw", "try"),
 )
+_METAL_OF = {
+    "__global": "device",
+    "__local": "threadgroup",
+    "__constant": "constant",
+    "__private": "thread",
+    "__generic": "(none)",
+}
+_OPENCL = re.compile("|".join(_METAL_OF))
 _PLACE = re.compile(r"([^\s<,:]+):\d+:\d+")
 _NEED_NO_CONSTANT = {
     *("constant", "using", "typedef", "template", "(", "struct", "enum", "class", "union", "static_assert"),
@@ -96,16 +104,16 @@ def _errors(preprocessed: str, expression: str) -> list[str]:
     ]
     result = run([*arguments, "-"], source)
     errors += [line for line in result.stderr.splitlines() if re.search(r"\berror:", line)]
-    return [*errors, *_pointers_without_address_space(result.stdout)]
+    errors += _pointers_without_address_space(result.stdout)
+    return list(dict.fromkeys(_OPENCL.sub(lambda word: _METAL_OF[word[0]], error) for error in errors))
 
 
 def _words_that_are_not_metal(tokens: Tokens) -> Iterator[str]:
     for i, (kind, text) in enumerate(tokens):
-        if (
-            kind == "word"
-            and text in _NOT_METAL
-            and text_at(tokens, preceding(tokens, i)) not in ("=", "operator")
-        ):
+        if kind != "word" or text not in _NOT_METAL:
+            continue
+        before = text_at(tokens, preceding(tokens, i))
+        if before != "operator" and (before, text) != ("=", "delete"):
             yield f"error: '{text}' is not supported in Metal"
 
 

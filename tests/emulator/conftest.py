@@ -1,4 +1,4 @@
-"""Skips these tests, with the reason, where the emulator cannot run; in continuous integration that is a failure."""
+"""Skips these tests, with the reason, where the emulator cannot run; in CI, fails them."""
 
 import os
 

@@ -43,12 +43,12 @@ WRONG = {
     "a threadgroup array for a device pointer": (
         "threadgroup float t[4]; device float* p = t; out[i] = p[0];",
         "",
-        "changes address space",
+        "type 'device float .*type 'threadgroup ",
     ),
     "a device pointer for a threadgroup pointer": (
         "threadgroup float* p = out; p[0] = x[i];",
         "",
-        "address space",
+        "type 'threadgroup float .*type 'device ",
     ),
     "a write through a const input": ("x[i] = 1; out[i] = 0;", "", "read-only|const"),
     "a threadgroup variable in a helper": (

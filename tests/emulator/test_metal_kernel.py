@@ -34,8 +34,10 @@ def test_the_example_of_mlx_s_own_documentation_runs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "dtype",
-    [mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32, mx.uint64, mx.int64]
-    + [mx.float16, mx.bfloat16, mx.float32, mx.complex64],
+    [
+        *(mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32, mx.uint64, mx.int64),
+        *(mx.float16, mx.bfloat16, mx.float32, mx.complex64),
+    ],
 )
 def test_every_dtype_passes_through(dtype: mx.Dtype) -> None:
     x = (mx.arange(9) % 3).astype(dtype)

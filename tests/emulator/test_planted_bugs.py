@@ -170,7 +170,7 @@ def test_a_value_that_means_nothing_is_a_fault(name: str) -> None:
 
 def test_threadgroups_that_add_to_one_output_race() -> None:
     body = "out[0] = out[0] + x[i];"
-    with pytest.raises(KernelError, match="data race on buffer 'out'.*threadgroup #0"):
+    with pytest.raises(KernelError, match=r"data race on buffer 'out'.*threadgroup #0"):
         run(body, x=mx.ones((2,)), threads=2, threadgroup=1, output_shape=(1,), init_value=0.0)
 
 
