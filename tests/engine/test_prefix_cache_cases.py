@@ -1,6 +1,8 @@
 """Reported faults of prefix caching, each as a test that names its report."""
 
+import numpy as np
 import pytest
+from engine_hooks import between_steps, block_pool, kv_layers
 from oracle import assert_matches, greedy, varied_prompt
 
 from mlx_paged_attention import LLM
@@ -9,17 +11,17 @@ from mlx_paged_attention import LLM
 def test_a_hit_computes_what_a_miss_computes_at_every_length(engine, oracle):
     """tenstorrent/vllm#415: every prompt length from 1 to 65, each twice."""
     llm = engine("llama")
-    for length in range(1, 66):
-        prompt = varied_prompt(length, 3)
-        params = greedy(8, cache_salt=f"vllm#415-{length}")
-        reference = oracle("llama").greedy(prompt, 8)
-        (miss,) = llm.generate([prompt], params)
-        (hit,) = llm.generate([prompt], params)
+    prompts = [varied_prompt(length, 3) for length in range(1, 66)]
+    params = [greedy(8, cache_salt=f"vllm#415-{len(prompt)}") for prompt in prompts]
+    misses = llm.generate(prompts, params)
+    hits = llm.generate(prompts, params)
+    for prompt, miss, hit in zip(prompts, misses, hits, strict=True):
+        length = len(prompt)
         assert miss.num_cached_tokens == 0
         # Of a fully cached prompt, one token is computed again for its logits.
         assert hit.num_cached_tokens == min(length // 16 * 16, length - 1)
         for output in (miss, hit):
-            assert_matches(output.outputs[0], reference)
+            assert_matches(output.outputs[0], oracle("llama").greedy(prompt, 8))
 
 
 @pytest.mark.parametrize("length", [16, 32, 64])
@@ -29,9 +31,35 @@ def test_a_fully_cached_prompt_writes_nothing_into_its_published_blocks(engine, 
     prompt = varied_prompt(length, 4)
     params = greedy(6, cache_salt=f"full-hit-{length}")
     llm.generate([prompt], params)
+    before = published_contents(llm)
     for output in llm.generate([prompt] * 6, params) + llm.generate([prompt], params):
         assert output.num_cached_tokens == length - 1
         assert_matches(output.outputs[0], oracle("llama").greedy(prompt, 6))
+    after = published_contents(llm)
+    assert len(before) >= length // 16
+    for key, contents in before.items():
+        assert after.get(key, contents) == contents
+
+
+def published_contents(llm):
+    """The bytes of every published block, by block id and digest."""
+
+    def read():
+        blocks = [block for block in block_pool(llm).blocks if block.block_hash is not None]
+        planes = [np.array(plane) for layer in kv_layers(llm) for plane in (layer.k, layer.v)]
+        return {(b.block_id, b.block_hash): b"".join(p[b.block_id].tobytes() for p in planes) for b in blocks}
+
+    return between_steps(llm, read)
+
+
+def test_equal_blocks_at_other_places_are_not_hits(engine, oracle):
+    """tenstorrent/vllm#415: a block's keys depend on all tokens before it."""
+    llm = engine("llama")
+    one, two = varied_prompt(16, 1), varied_prompt(16, 2)
+    for prompt, cached in (([*one, *two, 3], 0), ([*two, *one, 3], 0), ([*one, *one, *two, 3], 16)):
+        (output,) = llm.generate([prompt], greedy(4, cache_salt="elsewhere"))
+        assert output.num_cached_tokens == cached
+        assert_matches(output.outputs[0], oracle("llama").greedy(prompt, 4))
 
 
 def test_a_block_filled_by_another_continuation_is_not_found_under_the_first(engine, oracle):
