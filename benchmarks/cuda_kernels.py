@@ -11,9 +11,11 @@ import argparse
 import itertools
 import math
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import mlx_paged_attention  # noqa: F401  (before mlx.core: chooses MLX's BLAS on Linux)
 
@@ -21,106 +23,30 @@ import mlx_paged_attention  # noqa: F401  (before mlx.core: chooses MLX's BLAS o
 import mlx.core as mx
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
+from kernel_cases import TOLERANCE
+from kernel_cases import Case as PagedCase
+
 from mlx_paged_attention.ops.kernels import decode
 from mlx_paged_attention.ops.kernels import work_list as pieces
 from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
 from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 from mlx_paged_attention.ops.kernels.work_list import TARGET_THREADGROUPS, work_list
 
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 NAMES = {mx.float32: "fp32", mx.float16: "fp16", mx.bfloat16: "bf16"}
 
 
 # ---- Is it right?
 
 
-def attend(
-    q, k, v, tables, contexts, queries, *, window=None, sinks=None, softcap=None, target=TARGET_THREADGROUPS
-):
-    """``q [rows, heads, queries, head_dim]``; out and log-sum-exp ``[rows, queries, heads, ...]``."""
-    work = work_list(
-        contexts,
-        queries,
-        block_size=k.shape[2],
-        threadgroups_per_item=threadgroups_per_item(q, k, v),
-        window=window,
-        target=target,
-    )
-    return paged_decode(
-        q, k, v, mx.array(tables), mx.array(contexts), work,
-        scale=q.shape[3] ** -0.5, window=window, sinks=sinks, softcap=softcap,
-    )[:2]  # fmt: skip
-
-
-def expected(q, k, v, tables, contexts, window, sinks, softcap):
-    """In float64 with numpy, from the values that the arrays hold."""
-    q, k, v = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (q, k, v))
-    rows, heads, queries, head_dim = q.shape
-    _, kv_heads, size, v_dim = v.shape
-    group = heads // kv_heads
-    out = np.zeros((rows, queries, heads, v_dim))
-    lse = np.full((rows, queries, heads), -np.inf)
-    for row, i in itertools.product(range(rows), range(queries)):
-        context = int(contexts[row * queries + i])
-        first = max(0, context - window) if window else 0
-        at = np.arange(first, context)
-        keys, values = (p[tables[row, at // size], :, at % size] for p in (k, v))
-        scores = np.einsum("kgd,nkd->kgn", q[row, :, i].reshape(kv_heads, group, -1), keys).reshape(heads, -1)
-        scores *= head_dim**-0.5
-        if softcap:
-            scores = softcap * np.tanh(scores / softcap)
-        if sinks is not None:
-            scores = np.concatenate([scores, np.array(sinks)[:, None]], axis=1)
-        if not scores.shape[1]:
-            continue
-        peak = scores.max(axis=1, keepdims=True)
-        weights = np.exp(scores - peak)
-        lse[row, i] = peak[:, 0] + np.log(weights.sum(axis=1))
-        weights = (weights / weights.sum(axis=1, keepdims=True))[:, : len(at)]
-        out[row, i] = np.einsum("kgn,nkd->kgd", weights.reshape(kv_heads, group, -1), values).reshape(
-            heads, -1
-        )
-    return out, lse
-
-
-def check_decode(
-    rng, dtype, heads, contexts, *, queries=1, window=None, sink=None, softcap=None, size=16, target=64
-):
-    """Largest error of output relative to the largest value, and of the log-sum-exp."""
-    num_heads, kv_heads, head_dim, v_dim = heads
-    ends = np.array(contexts)
-    used = -(-ends // size)
-    order = list(rng.permutation(np.arange(1, 1 + used.sum())))
-    tables = np.zeros((len(ends), max(1, used.max())), np.int32)
-    k, v = (np.full((1 + used.sum(), kv_heads, size, d), np.nan, np.float32) for d in (head_dim, v_dim))
-    for row, end in enumerate(ends):
-        tables[row, : used[row]] = [order.pop() for _ in range(used[row])]
-        at = np.arange(end)
-        for plane in (k, v):
-            plane[tables[row, at // size], :, at % size] = rng.standard_normal(
-                (end, kv_heads, plane.shape[3])
-            )
-    q = rng.standard_normal((len(ends), num_heads, queries, head_dim)).astype(np.float32)
-    lens = np.maximum(ends[:, None] - np.arange(queries)[::-1], 0).astype(np.int32).reshape(-1)
-    q, k, v = (mx.array(x).astype(dtype) for x in (q, k, v))
-    sinks = None if sink is None else mx.array(rng.standard_normal(num_heads).astype(np.float32) + sink)
-    out, lse = attend(
-        q, k, v, tables, lens, queries, window=window, sinks=sinks, softcap=softcap, target=target
-    )
-    want, want_lse = expected(q, k, v, tables, lens, window, sinks, softcap)
-    error = np.abs(np.array(out.astype(mx.float32)) - want).max() / max(np.abs(want).max(), 1e-9)
-    with np.errstate(invalid="ignore"):
-        gap = np.abs(np.array(lse) - want_lse)
-    return float(error), float(np.where(np.isneginf(want_lse) & np.isneginf(np.array(lse)), 0, gap).max())
-
-
 def decode_checks() -> Iterator[tuple[str, Callable[[], tuple[mx.Dtype, float, float]]]]:
     edges = [0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 523, 37, 2011]
 
-    def case(name, dtype, heads, contexts, **options):
+    def case(name, dtype, heads, contexts, target=64, **options):
         def run():
-            return dtype, *check_decode(np.random.default_rng(len(name)), dtype, heads, contexts, **options)
+            return dtype, *PagedCase.random(len(name), dtype, heads, contexts, **options).errors(target)
 
         return f"{NAMES[dtype]} {heads} {name}", run
 
@@ -153,9 +79,9 @@ def pool_check() -> float:
         mx.array(rng.standard_normal((3, 2, 1, d)).astype(np.float32)).astype(mx.bfloat16) for d in (128, 64)
     )
     mx.eval(pools)
-    done = write_kv(k, v, *pools, mx.array(np.array([5 * 16, 5 * 16 + 15, 2 * 16 + 3], np.int32)))
-    done = copy_blocks(*pools, mx.array([5], mx.int32), mx.array([7], mx.int32), (done,))
-    keys, values = gather_kv(*pools, mx.array([2, 7], mx.int32), 3, 32, (done,))
+    done = write_kv(k, v, *pools, mx.array(np.array([5 * 16, 5 * 16 + 15, 2 * 16 + 3], np.int32)), no_token())
+    done = copy_blocks(*pools, mx.array([5], mx.int32), mx.array([7], mx.int32), done)
+    keys, values, _ = gather_kv(*pools, mx.array([2, 7], mx.int32), 3, 32, done)
     error = 0.0
     for got, new in ((keys, k), (values, v)):
         for position, row in ((0, 2), (13, 0), (28, 1)):
@@ -346,6 +272,8 @@ def main() -> None:
     )
     parser.add_argument("--tune", action="store_true", help="also time other sizes of work lists")
     arguments = parser.parse_args()
+    if backend() is None:
+        parser.error("MLX has no GPU here")
     begin = time.perf_counter()
     print(f"mlx {mx.__version__}, {mx.device_info().get('device_name', '?')}, kernels for {backend()}")
     check()

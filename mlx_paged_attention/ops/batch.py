@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_paged_attention.ops.kernels.work_list import WorkList, work_list
+
 Split = tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]
 
 
@@ -38,6 +40,7 @@ class AttentionBatch:
     runs: tuple[tuple[int, int], ...] = ()
     _splits: dict[int, Split] = field(default_factory=dict, repr=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
+    _work: dict[tuple[int, int | None], WorkList] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -94,6 +97,24 @@ class AttentionBatch:
         """``slots`` as (block ids, offsets), int32 ``[rows * queries]`` each, on the device."""
         blocks, offsets = np.divmod(self.slots, self.block_size)
         return mx.array(blocks.astype(np.int32)), mx.array(offsets.astype(np.int32))
+
+    @cached_property
+    def device_slot_ids(self) -> mx.array:
+        """``slots`` as they are, int32 ``[rows * queries]``."""
+        return mx.array(self.slots.astype(np.int32))
+
+    def work(self, threadgroups_per_item: int, window: int | None) -> WorkList:
+        """The contexts cut into pieces for the kernels, once for all layers that are alike."""
+        key = (threadgroups_per_item, window)
+        if key not in self._work:
+            self._work[key] = work_list(
+                self.context_lens,
+                self.queries,
+                block_size=self.block_size,
+                threadgroups_per_item=threadgroups_per_item,
+                window=window,
+            )
+        return self._work[key]
 
     @cached_property
     def device_tables(self) -> mx.array:

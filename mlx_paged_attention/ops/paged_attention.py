@@ -1,6 +1,11 @@
-"""The public operation: attention of single tokens over paged keys and values, in plain MLX."""
+"""The public operation: attention of single tokens over paged keys and values."""
 
 import mlx.core as mx
+import numpy as np
+
+from mlx_paged_attention.ops.kernels.decode import TYPES, paged_decode, supports, threadgroups_per_item
+from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.kernels.work_list import work_list
 
 
 def paged_attention(
@@ -19,8 +24,9 @@ def paged_attention(
 
     Every row is a token with a context of its own, so decode, short extends and the
     verification of drafts are the same call. Scores and sums are float32. Slots at or beyond
-    a row's context may hold anything, NaN included. This is the plain-MLX operation: it
-    gathers the rows' blocks and is the reference for every faster path.
+    a row's context may hold anything, NaN included. On a GPU this runs the project's kernel
+    where it knows the shapes (head sizes up to 256 in steps of 16, blocks in steps of 8), which
+    reads ``context_lens`` on the host to share out the work; anywhere else ``plain_attention``.
 
     Args:
         q: ``[rows, heads, head_dim]``, any floating type.
@@ -58,6 +64,51 @@ def paged_attention(
             f"[paged_attention] {rows} rows need block_tables [{rows}, width] and context_lens [{rows}], "
             f"not {block_tables.shape} and {context_lens.shape}"
         )
+    scale = head_dim**-0.5 if scale is None else scale
+    known = (
+        q.dtype in TYPES
+        and k_pool.dtype == v_pool.dtype
+        and supports(k_pool.dtype, block_size, head_dim, v_pool.shape[3])
+    )
+    if backend() is None or not known:
+        return plain_attention(
+            q, k_pool, v_pool, block_tables, context_lens,
+            scale=scale, window=window, sinks=sinks, softcap=softcap,
+        )  # fmt: skip
+    # Kernels take arrays as they lie in memory. This copies nothing unless one is a strided view.
+    k_pool, v_pool = mx.contiguous(k_pool), mx.contiguous(v_pool)
+    block_tables = mx.contiguous(block_tables.astype(mx.int32))
+    context_lens = mx.contiguous(context_lens.astype(mx.int32))
+    q = q[:, :, None]
+    work = work_list(
+        np.array(context_lens),
+        1,
+        block_size=block_size,
+        threadgroups_per_item=threadgroups_per_item(q, k_pool, v_pool),
+        window=window,
+    )
+    out, _, _ = paged_decode(
+        q, k_pool, v_pool, block_tables, context_lens, work,
+        scale=scale, window=window, sinks=sinks, softcap=softcap,
+    )  # fmt: skip
+    return out[:, 0]
+
+
+def plain_attention(
+    q: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+) -> mx.array:
+    """``paged_attention`` in plain MLX: it gathers the rows' blocks. The reference for every faster path."""
+    rows, heads, head_dim = q.shape
+    kv_heads, block_size = k_pool.shape[1], k_pool.shape[2]
     positions = mx.arange(block_tables.shape[1] * block_size)
     lens = context_lens[:, None]
     allowed = positions < lens
@@ -72,7 +123,7 @@ def paged_attention(
 
     group = heads // kv_heads
     grouped = q.astype(mx.float32).reshape(rows, kv_heads, group, head_dim)
-    scores = (grouped * (head_dim**-0.5 if scale is None else scale)) @ keys.swapaxes(-1, -2)
+    scores = (grouped * scale) @ keys.swapaxes(-1, -2)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     scores = mx.where(allowed, scores, -mx.inf)

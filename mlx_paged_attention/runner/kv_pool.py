@@ -16,7 +16,7 @@ class KVPool:
     def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int, *, host: bool) -> None:
         self.num_blocks = num_blocks
         self.block_size = specs[0].planes[0].shape[1]
-        make_layer = _layer_type(host)
+        make_layer = _layer_maker(host)
         self.layers = [make_layer(spec, num_blocks) for spec in specs]
         expected = num_blocks * sum(spec.bytes_per_block for spec in specs)
         assert self.nbytes == expected, "the specs' byte counts disagree with the arrays"
@@ -35,12 +35,21 @@ class KVPool:
         return self.nbytes // (self.num_blocks * self.block_size)
 
 
-def _layer_type(host: bool) -> Callable[[LayerKVSpec, int], AttentionLayer]:
+def _layer_maker(host: bool) -> Callable[[LayerKVSpec, int], AttentionLayer]:
     """Imported on demand: the compiler for the host's kernel exists only where it is needed."""
     if host:
         from mlx_paged_attention.ops.host import HostLayer
 
         return HostLayer
     from mlx_paged_attention.ops.device import DeviceLayer
+    from mlx_paged_attention.ops.kernel_layer import KernelLayer
+    from mlx_paged_attention.ops.kernels.order import Order
 
-    return DeviceLayer
+    order = Order()
+
+    def make(spec: LayerKVSpec, num_blocks: int) -> AttentionLayer:
+        if KernelLayer.supports(spec):
+            return KernelLayer(spec, num_blocks, order)
+        return DeviceLayer(spec, num_blocks)
+
+    return make

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_paged_attention.ops.kernels.make import Kernel, TemplateArgument, backend, words
-from mlx_paged_attention.ops.kernels.order import joined
+from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.work_list import SIMDGROUPS, WorkList
 
 _DECODE = Kernel(
@@ -14,16 +14,13 @@ _DECODE = Kernel(
 _MERGE = Kernel("merge_splits", ("parts", "lses", "splits", "sinks"), ("out", "lse"))
 
 
-def supports(q_dtype: mx.Dtype, k_pool: mx.array, v_pool: mx.array) -> bool:
-    """Whether there is a kernel for these pools: head sizes in steps of 16, blocks in steps of 8."""
-    types = (mx.float16, mx.bfloat16, mx.float32)
-    return (
-        q_dtype in types
-        and k_pool.dtype in types
-        and k_pool.dtype == v_pool.dtype
-        and k_pool.shape[2] % 8 == 0
-        and all(16 <= pool.shape[3] <= 256 and pool.shape[3] % 16 == 0 for pool in (k_pool, v_pool))
-    )
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+
+
+def supports(stored: mx.Dtype, block_size: int, *head_dims: int) -> bool:
+    """Whether there are kernels for such a pool: head sizes in steps of 16, blocks in steps of 8."""
+    sizes = all(16 <= dim <= 256 and dim % 16 == 0 for dim in head_dims)
+    return stored in TYPES and block_size % 8 == 0 and sizes
 
 
 def matrix_type(q_dtype: mx.Dtype, stored: mx.Dtype) -> mx.Dtype:
@@ -56,7 +53,7 @@ def paged_decode(
     window: int | None = None,
     sinks: mx.array | None = None,
     softcap: float | None = None,
-    after: tuple[mx.array, ...] = (),
+    after: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Attention of several queries per row over the row's blocks.
 
@@ -70,17 +67,18 @@ def paged_decode(
         context_lens: int32 ``[rows * queries]``.
         work: the pieces of these contexts, cut for this window.
         scale, window, sinks, softcap: as for ``paged_attention``.
-        after: ordering tokens of the writes that must be seen.
+        after: the ordering token of what must have happened before, such as the writes of these keys.
 
     Returns:
         ``[rows, queries, heads, v_head_dim]`` in ``q``'s type; the log-sum-exp of each
         query's scores (sinks included), float32 ``[rows, queries, heads]``, −inf where
-        there is nothing to attend to; an ordering token for what may only happen once the
+        there is nothing to attend to; the ordering token for what may happen only once the
         pool has been read.
     """
     rows, heads, queries, head_dim = q.shape
     kv_heads, block_size, v_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
     params = words(scale, softcap or 0.0)
+    after = no_token() if after is None else after
     sink_values = params if sinks is None else sinks
     items = work.items.shape[0]
     out_rows, out_type = (items, mx.float32) if work.split else (rows, q.dtype)
@@ -101,7 +99,7 @@ def paged_decode(
         ("SPLIT", work.split),
     ]
     out, lse = _DECODE(
-        [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, params, joined(after)],
+        [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, params, after],
         template,
         grid=(32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),

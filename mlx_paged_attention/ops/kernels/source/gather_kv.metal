@@ -20,3 +20,4 @@ if (index < length) {
         (const device char*)v_pool + (from * VALUE_PARTS + part) * 16);
   }
 }
+if (at == 0 && head == 0) done[0] = 0.0f;

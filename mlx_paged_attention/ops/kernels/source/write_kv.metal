@@ -1,12 +1,13 @@
 // One thread per token, kv head and dimension: the new keys and values into their slots, in place.
+// Slots of block 0, the null block, are rubbish bins: nothing reads them, so nothing is written.
 
 constexpr int DIMS = DK > DV ? DK : DV;
 const int at = int(thread_position_in_grid.x);
 const int token = int(thread_position_in_grid.y);
 const int head = at / DIMS, dim = at % DIMS;
-if (head < KH) {
+const int slot = slots[token];
+if (head < KH && slot >= BS) {
   const int row = token / k_shape[2], query = token % k_shape[2];
-  const int slot = slots[token];
   const size_t line = (size_t(slot / BS) * KH + head) * BS + slot % BS;
   if (dim < DK) {
     ((device S*)k_pool)[line * DK + dim] = S(float(

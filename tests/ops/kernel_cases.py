@@ -1,0 +1,109 @@
+"""Cases for the paged decode kernels: random pools, and what attention over them must give."""
+
+import itertools
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
+from mlx_paged_attention.ops.kernels.work_list import TARGET_THREADGROUPS, work_list
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+
+
+@dataclass
+class Case:
+    """Queries and pools with shuffled tables; every slot that no query may read is NaN.
+
+    Row ``b`` holds ``contexts[b]`` positions; its ``queries`` attend up to the last ones of them,
+    as tokens of one sequence do.
+    """
+
+    q: mx.array  # [rows, heads, queries, head_dim]
+    k: mx.array
+    v: mx.array
+    tables: np.ndarray
+    lens: np.ndarray  # [rows * queries]
+    sinks: mx.array | None
+    window: int | None
+    softcap: float | None
+
+    @classmethod
+    def random(
+        cls, seed, dtype, heads, contexts, *,
+        queries=1, window=None, sink=None, softcap=None, size=16,
+    ):  # fmt: skip
+        """``heads``: (heads, kv_heads, head_dim, v_head_dim)."""
+        rng = np.random.default_rng(seed)
+        num_heads, kv_heads, head_dim, v_dim = heads
+        ends = np.array(contexts)
+        lens = np.maximum(ends[:, None] - np.arange(queries)[::-1], 0)
+        used = -(-ends // size)
+        order = list(rng.permutation(np.arange(1, 1 + used.sum())))
+        tables = np.zeros((len(ends), max(1, used.max())), np.int32)
+        k, v = (np.full((1 + used.sum(), kv_heads, size, d), np.nan, np.float32) for d in (head_dim, v_dim))
+        for row, end in enumerate(ends):
+            tables[row, : used[row]] = [order.pop() for _ in range(used[row])]
+            at = np.arange(0 if window is None else max(0, lens[row].min() - window), end)
+            for plane in (k, v):
+                new = rng.standard_normal((len(at), kv_heads, plane.shape[3]))
+                plane[tables[row, at // size], :, at % size] = new
+        q = rng.standard_normal((len(ends), num_heads, queries, head_dim)).astype(np.float32)
+        sinks = None if sink is None else mx.array(rng.standard_normal(num_heads).astype(np.float32) + sink)
+        q, k, v = (mx.array(x).astype(dtype) for x in (q, k, v))
+        return cls(q, k, v, tables, lens.astype(np.int32).reshape(-1), sinks, window, softcap)
+
+    def attend(self, target=TARGET_THREADGROUPS):
+        """The kernels' output ``[rows, queries, heads, v_head_dim]`` and log-sum-exp."""
+        work = work_list(
+            self.lens,
+            self.q.shape[2],
+            block_size=self.k.shape[2],
+            threadgroups_per_item=threadgroups_per_item(self.q, self.k, self.v),
+            window=self.window,
+            target=target,
+        )
+        out, lse, _ = paged_decode(
+            self.q, self.k, self.v, mx.array(self.tables), mx.array(self.lens), work,
+            scale=self.q.shape[3] ** -0.5, window=self.window, sinks=self.sinks, softcap=self.softcap,
+        )  # fmt: skip
+        assert out.dtype == self.q.dtype
+        return np.array(out.astype(mx.float32)), np.array(lse)
+
+    def expected(self):
+        """The same in float64, from the values that the arrays hold."""
+        q, k, v = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (self.q, self.k, self.v))
+        rows, heads, queries, head_dim = q.shape
+        _, kv_heads, size, v_dim = v.shape
+        group = heads // kv_heads
+        out = np.zeros((rows, queries, heads, v_dim))
+        lse = np.full((rows, queries, heads), -np.inf)
+        for row, i in itertools.product(range(rows), range(queries)):
+            context = int(self.lens[row * queries + i])
+            first = max(0, context - self.window) if self.window else 0
+            at = np.arange(first, context)
+            keys, values = (p[self.tables[row, at // size], :, at % size] for p in (k, v))
+            scores = np.einsum("kgd,nkd->kgn", q[row, :, i].reshape(kv_heads, group, -1), keys)
+            scores = scores.reshape(heads, -1) * head_dim**-0.5
+            if self.softcap:
+                scores = self.softcap * np.tanh(scores / self.softcap)
+            if self.sinks is not None:
+                scores = np.concatenate([scores, np.array(self.sinks)[:, None]], axis=1)
+            if not scores.shape[1]:
+                continue
+            peak = scores.max(axis=1, keepdims=True)
+            weights = np.exp(scores - peak)
+            lse[row, i] = peak[:, 0] + np.log(weights.sum(axis=1))
+            weights = (weights / weights.sum(axis=1, keepdims=True))[:, : len(at)]
+            result = np.einsum("kgn,nkd->kgd", weights.reshape(kv_heads, group, -1), values)
+            out[row, i] = result.reshape(heads, -1)
+        return out, lse
+
+    def errors(self, target=TARGET_THREADGROUPS):
+        """Largest error of the output relative to its largest value, and of the log-sum-exp."""
+        out, lse = self.attend(target)
+        want, want_lse = self.expected()
+        with np.errstate(invalid="ignore"):
+            gap = np.where(lse == want_lse, 0, np.abs(lse - want_lse))
+        return float(np.abs(out - want).max() / max(np.abs(want).max(), 1e-9)), float(gap.max())
