@@ -50,7 +50,8 @@ class Translation:
         return (
             f'#include "emulator.h"\n{self.cxx}\n#line 1 "entry"\n'
             'extern "C" __attribute__((visibility("default"))) EMU_UNCHECKED\n'
-            f"void emulator_entry(void** b, const GpuThread* t) {{ auto run = &{expression}; run({arguments}); }}\n"
+            "void emulator_entry(void** b, const GpuThread* t) {\n"
+            f"  auto run = &{expression};\n  run({arguments});\n}}\n"
         )
 
 
