@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,9 @@ from mlx_paged_attention.api.report import size
 from mlx_paged_attention.blas import load_blas
 
 Facts = dict[str, str | int | float]
+
+# What a person may have set that changes how threads share the cores.
+_THREAD_VARIABLES = re.compile(r"(OPENBLAS|NUMBA|OMP|GOMP|MKL|MLX)_\w+")
 
 
 def machine_facts() -> Facts:
@@ -28,6 +32,7 @@ def machine_facts() -> Facts:
         "mlx": importlib.metadata.version("mlx"),
         "mlx-lm": importlib.metadata.version("mlx-lm"),
         **_blas_facts(),
+        **{name: value for name, value in sorted(os.environ.items()) if _THREAD_VARIABLES.fullmatch(name)},
     }
 
 

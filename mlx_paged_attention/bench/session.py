@@ -145,7 +145,7 @@ def _model_facts(info: EngineInfo) -> Facts:
     if info.backend == "cpu":
         import numba
 
-        facts["attention threads"] = numba.get_num_threads()
+        facts["attention threads"] = f"{numba.get_num_threads()} ({numba.threading_layer()})"
     return facts
 
 

@@ -40,7 +40,8 @@ def measured(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("bench")
     files = {"output_json": str(directory / "report.json"), "plot": str(directory / "plots")}
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "3")
         assert bench(tiny_model("llama"), **files) == 0
     return out.getvalue(), json.loads((directory / "report.json").read_text()), directory / "plots"
 
@@ -92,6 +93,7 @@ def test_the_report_says_on_what_it_was_measured(measured):
     ):
         assert facts[name], name
     assert facts["dtype"] == "float32"
+    assert facts["OMP_NUM_THREADS"] == "3", "settings that change how threads share the cores are told"
 
 
 def test_the_table_gives_every_number_with_its_spread(measured):
