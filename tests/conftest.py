@@ -1,10 +1,15 @@
 """Fixtures shared by all tests: tiny models on disk, their references, engines kept between tests."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+# Threads that wait for each other gain tiny models nothing, and cost tenfold on a busy machine.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
 # Before anything imports mlx.core: on Linux's CPU build this loads a fast BLAS.
 import mlx_paged_attention
