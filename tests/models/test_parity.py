@@ -174,7 +174,7 @@ def test_the_whole_grid(tiny_model, oracle, name, enable_prefix_caching, max_num
         skip_tokenizer_init=True,
         block_size=block_size,
         num_blocks=200 // block_size + 2,
-        max_model_len=160,
+        max_model_len=128,
         max_num_seqs=min(max_num_batched_tokens, 6),
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
