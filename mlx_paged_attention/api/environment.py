@@ -164,7 +164,11 @@ def _version(name: str) -> str | None:
 def _declared_ranges() -> dict[str, str]:
     """The versions of ``mlx`` and ``mlx-lm`` in this package's metadata, whatever their markers."""
     ranges = {}
-    for requirement in importlib.metadata.requires(_PACKAGE) or ():
+    try:
+        requirements = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []  # run from a source tree that is not installed: nothing is declared
+    for requirement in requirements:
         match = re.match(r"(mlx|mlx-lm)(\[\w+\])?((?:>=|<)[^;]*)", requirement.replace(" ", ""))
         if match:
             ranges[match[1]] = ",".join(sorted(match[3].split(","), reverse=True))

@@ -1,7 +1,12 @@
 """The CPU's compiled loops: attention that reads blocks in place, and the parts of chunk attention."""
 
 import math
+import os
 from typing import Any
+
+# OpenMP's threads would spin between two of our loops, on the cores that MLX's matmuls need.
+# Read when the OpenMP library is loaded, which numba does for the first loop.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numba
 import numpy as np

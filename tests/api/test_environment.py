@@ -1,5 +1,6 @@
 """What a newcomer's machine may lack, with made-up machines."""
 
+import importlib.metadata
 from dataclasses import replace
 from typing import Any
 
@@ -78,3 +79,11 @@ def test_a_development_version_counts_by_its_numbers() -> None:
 def test_the_ranges_are_those_that_the_package_declares() -> None:
     assert set(gather_facts().ranges) == {"mlx", "mlx-lm"}
     assert all(">=" in wanted and "<" in wanted for wanted in gather_facts().ranges.values())
+
+
+def test_a_source_tree_that_is_not_installed_declares_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert gather_facts().ranges == {}
