@@ -25,10 +25,11 @@ Words that look like swizzles (``xy``, ``rgb``) cannot be members of a struct.
 
 from .buffers import Buffer, SparseArray, output
 from .conditions import STRICT, Conditions
+from .custom_kernel import MetalKernel, emulate, metal_kernel
+from .dispatch import Statistics, launch
 from .errors import CompileError, EmulatorError, KernelError
-from .launch import Statistics, launch
-from .metal_kernel import MetalKernel, emulate, metal_kernel
 from .program import Program, compile_kernel
+from .requirement import require_emulator
 from .toolchain import INSTALL, what_is_missing
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "launch",
     "metal_kernel",
     "output",
+    "require_emulator",
     "what_is_missing",
 ]

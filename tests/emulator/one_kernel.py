@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .metal_kernel import metal_kernel
+from .custom_kernel import metal_kernel
 
 INDICES = """\
 const uint i = thread_position_in_grid.x;

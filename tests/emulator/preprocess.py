@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from .toolchain import HERE, cached, compile_or_raise, mlx_include
+from .toolchain import HERE, cache_folder, compile_or_raise, mlx_include
 
 _LIBRARY_HEADERS = (
     "metal_array",
@@ -39,9 +39,8 @@ def preprocess(metal: str, defines: tuple[str, ...] = ()) -> str:
 
 @functools.cache
 def _empty_headers() -> Path:
-    def make(folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        for name in _LIBRARY_HEADERS:
-            (folder / name).write_text("")
-
-    return cached("empty headers", "", make)
+    folder = cache_folder() / "library headers"
+    folder.mkdir(exist_ok=True)
+    for name in _LIBRARY_HEADERS:
+        (folder / name).touch()
+    return folder

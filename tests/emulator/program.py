@@ -14,16 +14,12 @@ from .toolchain import HERE, cached, compile_or_raise
 from .translate import FunctionConstants, translate
 
 _COMMON = [
-    *("-std=c++17", "-O1", "-fPIC", "-shared", "-gdwarf-4", "-g1", "-w", "-ferror-limit=8"),
-    *(
-        "-ffreestanding",
-        "-nostdinc",
-        "-nostdinc++",
-        "-fno-exceptions",
-        "-fno-rtti",
-        "-fno-threadsafe-statics",
-    ),
-    *("-fvisibility=hidden", "-fno-strict-aliasing", "-fno-finite-loops", f"-I{HERE / 'metal_library'}"),
+    *("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-gdwarf-4", "-g1", "-w", "-ferror-limit=8"),
+    # nothing but the emulator's own library and runtime
+    *("-ffreestanding", "-nostdlib", "-nostdinc", "-nostdinc++", f"-I{HERE / 'metal_library'}"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden"),
+    # neither aliasing rules nor loops that must end: the code runs as written
+    *("-fno-strict-aliasing", "-fno-finite-loops"),
     # half rounds after every operation, as Metal's does
     *("-mf16c", "-mfma", "-Xclang", "-ffloat16-excess-precision=none"),
 ]
@@ -79,7 +75,7 @@ def _program(
         translation = translate(preprocess(metal, defines), dict(constants))
         contraction = "-ffp-contract=fast" if fuse_multiply_add else "-ffp-contract=off"
         compile_or_raise(
-            [*_COMMON, *_CHECKS, contraction, "-x", "c++", "-", "-o", path, "-lm"],
+            [*_COMMON, *_CHECKS, contraction, "-", "-o", path],
             translation.with_entry(expression),
         )
 
@@ -128,6 +124,6 @@ def runtime() -> ctypes.CDLL:
     def make(path: Path) -> None:
         sources = sorted((HERE / "runtime").glob("*.cpp"))
         flags = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti"]
-        compile_or_raise([*flags, *sources, "-o", path])
+        compile_or_raise([*flags, *sources, "-o", path, "-lm"])
 
     return ctypes.CDLL(str(cached("runtime", ".so", make)), mode=ctypes.RTLD_GLOBAL)

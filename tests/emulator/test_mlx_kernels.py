@@ -11,7 +11,7 @@ import pytest
 
 from .buffers import Buffer, output
 from .conditions import Conditions
-from .launch import launch
+from .dispatch import launch
 from .program import compile_kernel
 
 KERNELS = "mlx/backend/metal/kernels"

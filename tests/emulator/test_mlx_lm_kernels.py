@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from .conditions import STRICT, Conditions
-from .metal_kernel import emulate
+from .custom_kernel import emulate
 
 OTHERWISE = Conditions(shuffle_order=3, fuse_multiply_add=True, flush_subnormals=True, fast_math_ulps=2)
 

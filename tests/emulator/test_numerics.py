@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from .conditions import Conditions
-from .metal_kernel import metal_kernel
+from .custom_kernel import metal_kernel
 from .one_kernel import run
 
 ALL = np.arange(65536, dtype=np.uint16)

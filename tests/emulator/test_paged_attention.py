@@ -1,7 +1,7 @@
 """The bugs that paged attention kernels have had, planted in a small one of the usual shape.
 
-The pool is larger than 2³² elements, and the slots of the last block past the context hold NaN: what each bug touches
-is there to be noticed.
+The pool is larger than 2³² elements, and the slots past the context hold NaN: what each bug touches is there
+to be noticed.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ import pytest
 
 from .buffers import SparseArray
 from .conditions import STRICT, Conditions
+from .custom_kernel import metal_kernel
 from .errors import KernelError
-from .metal_kernel import metal_kernel
 
 BLOCKS, BLOCK_SIZE, DIM, CONTEXT = 2**22 + 8, 16, 64, 41
 TABLE = [2**22 + 3, 2, 2**21 + 5]

@@ -177,9 +177,13 @@ def _variables(declaration: Tokens) -> Iterator[ThreadgroupVariable]:
     type_ = ""
     for part in split_at_commas(declaration):
         start = next((i for i, token in enumerate(part) if token.text in ("=", "{")), len(part))
-        initialiser = text_of(part[start:]).strip()
+        initialiser = _on_one_line(part[start:])
         part = part[:start]
         bracket = next((i for i, token in enumerate(part) if token.text == "["), len(part))
         name = preceding(part, bracket)
-        type_ = type_ or text_of(part[:name]).strip()
-        yield ThreadgroupVariable(type_, part[name].text, text_of(part[bracket:]).strip(), initialiser)
+        type_ = type_ or _on_one_line(part[:name])
+        yield ThreadgroupVariable(type_, part[name].text, _on_one_line(part[bracket:]), initialiser)
+
+
+def _on_one_line(tokens: Tokens) -> str:
+    return " ".join(text_of(tokens).split())

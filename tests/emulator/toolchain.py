@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,12 +20,16 @@ HERE = Path(__file__).parent
 INSTALL = "apt-get install --no-install-recommends clang-19"
 _OLDEST = 16
 _NEWEST = 22
+_KEPT_SECONDS = 7 * 24 * 3600
 
 
-@functools.cache
+def runs_on_this_machine() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
 def what_is_missing() -> str | None:
     """Why the emulator cannot run here, and what would help; ``None`` where it can."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if not runs_on_this_machine():
         return "the Metal emulator runs on Linux on x86-64"
     if not _compilers():
         return f"the Metal emulator needs clang {_OLDEST} or newer: {INSTALL}"
@@ -63,12 +68,23 @@ def compile_or_raise(arguments: Iterable[str | Path], source: str | None = None)
     return result.stdout
 
 
+@functools.cache
+def cache_folder() -> Path:
+    """Of this version of the emulator, MLX and clang. What other versions left a while ago goes."""
+    folder = cache_dir() / "emulator" / _fingerprint()[:24]
+    if not folder.exists():
+        for other in folder.parent.glob("*/"):
+            if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def cached(key: object, suffix: str, make: Callable[[Path], None]) -> Path:
-    """The file that ``make`` wrote for ``key`` and this version of the emulator, MLX and clang."""
-    digest = hashlib.sha256(f"{_fingerprint()}{key!r}".encode()).hexdigest()[:24]
-    path = cache_dir() / "emulator" / f"{digest}{suffix}"
+    """The file that ``make`` wrote for ``key``."""
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    path = cache_folder() / f"{digest}{suffix}"
     if not path.exists():
-        path.parent.mkdir(exist_ok=True)
         unfinished = path.with_name(f"{digest}.{os.getpid()}{suffix}")
         make(unfinished)
         unfinished.replace(path)
@@ -83,9 +99,8 @@ def mlx_include() -> Path:
     return Path(next(iter(mlx.__path__))) / "include"
 
 
-@functools.cache
 def _fingerprint() -> str:
-    digest = hashlib.sha256(compiler().encode())
+    digest = hashlib.sha256(f"{compiler()} {_version(compiler())}".encode())
     headers = mlx_include() / "mlx/backend/metal/kernels"
     for folder in (HERE, headers):
         for path in sorted(folder.rglob("*")):

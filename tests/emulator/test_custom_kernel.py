@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from .buffers import SparseArray
+from .custom_kernel import emulate, metal_kernel
 from .errors import EmulatorError, KernelError
-from .metal_kernel import emulate, metal_kernel
 
 COPY = "uint i = thread_position_in_grid.x; out[i] = x[i];"
 

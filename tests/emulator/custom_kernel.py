@@ -8,8 +8,8 @@ import numpy as np
 
 from .buffers import Array, Buffer, SparseArray, output
 from .conditions import STRICT, Conditions
+from .dispatch import Statistics, launch
 from .errors import EmulatorError
-from .launch import Statistics, launch
 from .mlx_source import Argument, TemplateArguments, generate
 from .program import compile_kernel
 

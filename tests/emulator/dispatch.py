@@ -100,7 +100,7 @@ def launch(
     if failed:
         text = error.value.decode(errors="replace")
         raise KernelError(re.sub(r"pc=\+0x([0-9a-f]+)", lambda found: "at " + program.line(found[1]), text))
-    return Statistics(**{name: getattr(counts, name) for name, _ in _Counts._fields_})
+    return Statistics(**{name: getattr(counts, name) for name in Statistics.__dataclass_fields__})
 
 
 def _three(sizes: Sequence[int]) -> Sequence[int]:
