@@ -3,6 +3,7 @@
 They run under every check, so a false alarm fails here too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,9 @@ import pytest
 from .buffers import Buffer, output
 from .conditions import Conditions
 from .dispatch import launch
+from .errors import KernelError
 from .program import compile_kernel
+from .toolchain import mlx_include
 
 KERNELS = "mlx/backend/metal/kernels"
 NUMPY = {mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32}
@@ -32,9 +35,16 @@ def run_mlx(
     threadgroups: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     function_constants: dict[int, int] | None = None,
+    edit: Callable[[str], str] | None = None,
 ) -> mx.array:
-    """Launches ``expression`` and returns the output, which is argument ``out[0]``."""
+    """Launches ``expression`` and returns the output, which is argument ``out[0]``.
+
+    ``edit`` changes the text of the last header.
+    """
     metal = "".join(f'#include "{KERNELS}/{header}"\n' for header in ["utils.h", *headers])
+    if edit is not None:
+        text = (mlx_include() / KERNELS / headers[-1]).read_text()
+        metal = metal.replace(f'#include "{KERNELS}/{headers[-1]}"\n', edit(text))
     program = compile_kernel(
         metal, expression, function_constants=function_constants, check_address_spaces=False
     )
@@ -64,19 +74,24 @@ def assert_close(result: mx.array, expected: mx.array, dtype: mx.Dtype) -> None:
     assert error <= TOLERANCE[dtype], error
 
 
+def softmax(x: mx.array, edit: Callable[[str], str] | None = None) -> mx.array:
+    rows, row = x.shape
+    return run_mlx(
+        ["softmax.h"],
+        f"softmax_single_row<{METAL[x.dtype]}, float>",
+        {0: x, 2: np.int32(row)},
+        (1, x.shape, x.dtype),
+        threadgroups=(rows, 1, 1),
+        threadgroup=(160, 1, 1),
+        edit=edit,
+    )
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, pytest.param(mx.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", [512, 333])
 def test_softmax(dtype: mx.Dtype, row: int) -> None:
     x = random(3, row, dtype=dtype)
-    result = run_mlx(
-        ["softmax.h"],
-        f"softmax_single_row<{METAL[dtype]}, float>",
-        {0: x, 2: np.int32(row)},
-        (1, x.shape, dtype),
-        threadgroups=(3, 1, 1),
-        threadgroup=(160, 1, 1),
-    )
-    assert_close(result, mx.softmax(x, axis=-1, precise=True), dtype)
+    assert_close(softmax(x), mx.softmax(x, axis=-1, precise=True), dtype)
 
 
 def test_log_sum_exp_of_a_row_longer_than_the_threadgroup() -> None:
@@ -92,41 +107,76 @@ def test_log_sum_exp_of_a_row_longer_than_the_threadgroup() -> None:
     assert_close(result, mx.logsumexp(x, axis=-1), mx.float32)
 
 
+# dtype, query heads over two key heads, causal, sinks
 ATTENTION = {
-    "plain": (mx.float32, 64, 1, {}),
-    "grouped heads in half": (mx.float16, 64, 4, {}),
-    "causal": (mx.float32, 64, 2, {22: 1}),
-    "sinks": (mx.float32, 64, 2, {25: 1}),
+    "plain": (mx.float32, 2, False, False),
+    "grouped heads in half": (mx.float16, 8, False, False),
+    "causal": (mx.float32, 4, True, False),
+    "sinks": (mx.float32, 4, False, True),
 }
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    sinks: mx.array | None = None,
+    causal: bool = False,
+    edit: Callable[[str], str] | None = None,
+) -> mx.array:
+    _, heads, queries, dim = q.shape
+    _, kv_heads, keys, _ = k.shape
+    strides = [np.int64(keys * dim), np.int64(dim)]
+    sizes = [np.int32(heads // kv_heads), np.int32(keys), *strides, *strides, np.float32(dim**-0.5)]
+    arguments = {0: q, 1: k, 2: v, **dict(enumerate(sizes, start=4))}
+    if sinks is not None:
+        arguments |= {16: sinks, 17: np.int32(heads)}
+    return run_mlx(
+        ["sdpa_vector.h"],
+        f"sdpa_vector<{METAL[q.dtype]}, {dim}>",
+        arguments,
+        (3, q.shape, q.dtype),
+        threadgroups=(heads, queries, 1),
+        threadgroup=(1024, 1, 1),
+        function_constants={22: int(causal), 25: int(sinks is not None)},
+        edit=edit,
+    )
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_for_one_or_a_few_queries(name: str) -> None:
-    dtype, dim, group, constants = ATTENTION[name]
-    kv_heads, keys = 2, 45
-    queries = 3 if 22 in constants else 1
-    heads = kv_heads * group
-    q = random(1, heads, queries, dim, dtype=dtype)
-    k, v = random(1, kv_heads, keys, dim, dtype=dtype), random(1, kv_heads, keys, dim, dtype=dtype) * 2
-    scale = np.float32(dim**-0.5)
-    strides = [np.int64(keys * dim), np.int64(dim)]
-    arguments = dict(enumerate([q, k, v, None, np.int32(group), np.int32(keys), *strides, *strides, scale]))
-    del arguments[3]  # the output
-    sinks = random(heads, dtype=dtype) if 25 in constants else None
-    if sinks is not None:
-        arguments |= {16: sinks, 17: np.int32(heads)}
-    result = run_mlx(
-        ["sdpa_vector.h"],
-        f"sdpa_vector<{METAL[dtype]}, {dim}>",
-        arguments,
-        (3, q.shape, dtype),
-        threadgroups=(heads, queries, 1),
-        threadgroup=(1024, 1, 1),
-        function_constants=constants,
+    dtype, heads, causal, with_sinks = ATTENTION[name]
+    q = random(1, heads, 3 if causal else 1, 64, dtype=dtype)
+    k, v = (random(1, 2, 45, 64, dtype=dtype) * factor for factor in (1, 2))
+    sinks = random(heads, dtype=dtype) if with_sinks else None
+    expected = mx.fast.scaled_dot_product_attention(
+        q, k, v, scale=64**-0.5, mask="causal" if causal else None, sinks=sinks
     )
-    mask = "causal" if 22 in constants else None
-    expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=float(scale), mask=mask, sinks=sinks)
-    assert_close(result, expected, dtype)
+    assert_close(attention(q, k, v, sinks, causal), expected, dtype)
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+WEAKER = ["", "simdgroup_barrier(mem_flags::mem_threadgroup);", BARRIER.replace("threadgroup)", "none)")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weaker", WEAKER, ids=["gone", "the simdgroup's", "of no memory"])
+@pytest.mark.parametrize(
+    ("kernel", "barrier"),
+    [*(("softmax", i) for i in range(5)), *(("attention", i) for i in range(3))],
+)
+def test_each_barrier_is_missed(kernel: str, barrier: int, weaker: str) -> None:
+    def edit(text: str) -> str:
+        parts = text.split(BARRIER)
+        return BARRIER.join(parts[: barrier + 1]) + weaker + BARRIER.join(parts[barrier + 1 :])
+
+    def run() -> mx.array:
+        if kernel == "softmax":
+            return softmax(random(1, 512), edit)
+        return attention(random(1, 2, 1, 64), random(1, 2, 45, 64), random(1, 2, 45, 64), edit=edit)
+
+    with pytest.raises(KernelError, match=r"data race|uninitialised"):
+        run()
 
 
 def test_a_quantised_matrix_times_a_vector() -> None:
