@@ -17,15 +17,16 @@ namespace metal {
   half name(half, half);                                             \
   template <int N> vec<float, N> name(vec<float, N>, vec<float, N>); \
   template <int N> vec<half, N> name(vec<half, N>, vec<half, N>);
-#define EMU_ELEMENTARY                                                                                     \
-  EMU_UNARY(exp)                                                                                           \
-  EMU_UNARY(exp2)                                                                                          \
-  EMU_UNARY(exp10) EMU_UNARY(log) EMU_UNARY(log2) EMU_UNARY(log10) EMU_UNARY(sin) EMU_UNARY(cos)           \
-      EMU_UNARY(tan) EMU_UNARY(asin) EMU_UNARY(acos) EMU_UNARY(atan) EMU_UNARY(sinh) EMU_UNARY(cosh)       \
-          EMU_UNARY(tanh) EMU_UNARY(asinh) EMU_UNARY(acosh) EMU_UNARY(atanh) EMU_UNARY(sinpi)              \
-              EMU_UNARY(cospi) EMU_UNARY(tanpi) EMU_UNARY(sqrt) EMU_UNARY(rsqrt) EMU_UNARY(floor)          \
-                  EMU_UNARY(ceil) EMU_UNARY(trunc) EMU_UNARY(rint) EMU_UNARY(round) EMU_UNARY(fabs)        \
-                      EMU_UNARY(fract) EMU_BINARY(pow) EMU_BINARY(powr) EMU_BINARY(atan2) EMU_BINARY(fmod) \
+#define EMU_ELEMENTARY                                                                                \
+  EMU_UNARY(exp)                                                                                      \
+  EMU_UNARY(exp2)                                                                                     \
+  EMU_UNARY(exp10)                                                                                    \
+  EMU_UNARY(log) EMU_UNARY(log2) EMU_UNARY(log10) EMU_UNARY(sin) EMU_UNARY(cos) EMU_UNARY(tan)        \
+      EMU_UNARY(asin) EMU_UNARY(acos) EMU_UNARY(atan) EMU_UNARY(sinh) EMU_UNARY(cosh) EMU_UNARY(tanh) \
+          EMU_UNARY(asinh) EMU_UNARY(acosh) EMU_UNARY(atanh) EMU_UNARY(sinpi) EMU_UNARY(cospi)        \
+              EMU_UNARY(tanpi) EMU_UNARY(sqrt) EMU_UNARY(rsqrt) EMU_UNARY(floor) EMU_UNARY(ceil)      \
+                  EMU_UNARY(trunc) EMU_UNARY(rint) EMU_UNARY(round) EMU_UNARY(fabs) EMU_UNARY(fract)  \
+                      EMU_BINARY(pow) EMU_BINARY(powr) EMU_BINARY(atan2) EMU_BINARY(fmod)             \
                           EMU_BINARY(copysign) EMU_BINARY(fdim) EMU_BINARY(fmax) EMU_BINARY(fmin)
 #define EMU_MODE                    \
   EMU_ELEMENTARY                    \
@@ -238,8 +239,9 @@ typedef atomic<ulong> atomic_ulong;
   EMU_FETCH(exchange, space)                                                                       \
   EMU_FETCH(fetch_add, space)                                                                      \
   EMU_FETCH(fetch_sub, space)                                                                      \
-  EMU_FETCH(fetch_and, space) EMU_FETCH(fetch_or, space) EMU_FETCH(fetch_xor, space)               \
-      EMU_FETCH(fetch_max, space) EMU_FETCH(fetch_min, space) template <class T>                   \
+  EMU_FETCH(fetch_and, space)                                                                      \
+  EMU_FETCH(fetch_or, space) EMU_FETCH(fetch_xor, space) EMU_FETCH(fetch_max, space)               \
+      EMU_FETCH(fetch_min, space) template <class T>                                               \
       T atomic_load_explicit(const volatile space atomic<T>*, memory_order);                       \
   template <class T>                                                                               \
   void atomic_store_explicit(volatile space atomic<T>*, typename emu_same<T>::type, memory_order); \
