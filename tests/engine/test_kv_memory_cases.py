@@ -1,5 +1,6 @@
 """Reported leaks and broken budgets, each as a test that names its report."""
 
+import gc
 import itertools
 
 import mlx.core as mx
@@ -85,6 +86,7 @@ def test_nothing_piles_up_while_decoding(engine, steps):
             active.append(mx.get_active_memory())
         return output
 
+    gc.collect()  # engines of earlier tests
     runner.execute = sampled
     try:
         outputs = llm.generate([varied_prompt(5, 1), varied_prompt(9, 2)], greedy(steps, ignore_eos=True))
@@ -92,7 +94,7 @@ def test_nothing_piles_up_while_decoding(engine, steps):
         runner.execute = execute
     assert [len(output.outputs[0].token_ids) for output in outputs] == [steps, steps]
     assert len(active) >= 10
-    assert max(active[1:]) <= 1.01 * min(active[1:])
+    assert max(active[1:]) <= 1.01 * active[1]
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])

@@ -1,7 +1,5 @@
 """The default model, from its own file, computes what mlx-lm alone computes with the same weights."""
 
-import itertools
-
 import pytest
 from engine_hooks import (
     poison_free_blocks,
@@ -73,10 +71,11 @@ def test_a_prefix_hit_on_shuffled_and_poisoned_blocks(llm, reference):
 def test_chunks_and_preemption(reference, chunk):
     options = {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 4)}
     with LLM(block_size=4, num_blocks=64, max_model_len=80, **options) as llm:
-        fifth = itertools.count(-4)
+        preempted = []
 
-        def preempt(_plan):
-            if next(fifth) == 0:
+        def preempt(plan):
+            if not preempted and any(row.start >= 3 for row in plan.rows):
+                preempted.append(plan.step)
                 preempt_everything(llm)
 
         with wrapped_execute(llm, preempt):
