@@ -33,6 +33,10 @@ _CONTEXT_KEYS = (
 )
 _ASSUMED_CONTEXT = 4096
 _EXPANDED = "the {} weights were expanded to float32, which is faster on a CPU"
+_KEPT = (
+    "the {} weights stay packed, with float32 arithmetic, since expanding them takes {:.1f} GB and "
+    "{:.1f} GB are free: this is several times slower"
+)
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -69,7 +73,8 @@ def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
     """Load the model of ``source``, in the calling thread and on MLX's default device.
 
     On a CPU every weight becomes float32 (quantised and half-precision matmuls are 10 to 100 times
-    slower there); on a GPU quantised layers stay quantised and ``"auto"`` keeps the checkpoint's type.
+    slower there), but quantised layers that would not fit stay packed, with float32 scales; on a GPU
+    quantised layers stay quantised and ``"auto"`` keeps the checkpoint's type.
 
     Args:
         source: of ``resolve``.
@@ -103,11 +108,17 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
     notes: list[str] = []
     quantisation = _quantisation(model)
     if device == "cpu":
-        _require_memory(_float32_bytes(model), device)
-        model = _expand(model)
-        if quantisation is not None:
-            notes.append(_EXPANDED.format(quantisation))
-            quantisation = _quantisation(model)
+        expanded = _float32_bytes(model)
+        if quantisation is not None and _stays_packed(model, expanded):
+            _require_memory(_packed_bytes(model), device)
+            model.set_dtype(mx.float32)
+            notes.append(_KEPT.format(quantisation, expanded / 1e9, _free_memory(device)[0] / 1e9))
+        else:
+            _require_memory(expanded, device)
+            model = _expand(model)
+            if quantisation is not None:
+                notes.append(_EXPANDED.format(quantisation))
+                quantisation = _quantisation(model)
     elif dtype != "auto":
         _cast(model, dtype)
     _evaluate(model)
@@ -130,12 +141,13 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
 def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
     header = checked_gguf_header(path)
     config = config_from_gguf(header)
-    expand = device == "cpu"
-    # MLX reads the whole file before anything can be expanded.
-    expanded = sum(tensor.size for tensor in header.tensors) * 4 if expand else 0
-    _require_memory(header.file_size + expanded, device)
     types = Counter(tensor.type for tensor in header.tensors if tensor.type.startswith("Q"))
     stored = types.most_common(1)[0][0] if types else None
+    # MLX reads the whole file before anything can be expanded.
+    expanded = header.file_size + sum(tensor.size for tensor in header.tensors) * 4
+    free = _free_memory(device)[0]
+    expand = device == "cpu" and (stored is None or expanded <= free)
+    _require_memory(expanded if expand else header.file_size, device)
     notes: list[str] = []
     try:
         weights, additions = weights_from_gguf(path, config, expand=expand)
@@ -145,8 +157,11 @@ def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
         raise
     except Exception as error:
         raise _load_error(path, config, error) from error
-    if not expand:
+    if device == "gpu":
         _cast(model, _gguf_float_type(header) if dtype == "auto" else dtype)
+    elif not expand:
+        _cast(model, "float32")
+        notes.append(_KEPT.format(stored, expanded / 1e9, free / 1e9))
     elif stored is not None:
         notes.append(_EXPANDED.format(stored))
     _evaluate(model)
@@ -193,11 +208,15 @@ def _load_error(path: Path, config: dict[str, Any], error: Exception) -> ModelLo
     return ModelLoadError(f"cannot load {path} as {model_type!r}: {type(error).__name__}: {text}")
 
 
+def _free_memory(device: str) -> tuple[int, str]:
+    """Bytes free for weights, and what kind of memory they are in."""
+    if device == "gpu" and not mx.metal.is_available() and "free_memory" in mx.device_info():
+        return int(mx.device_info()["free_memory"]), "GPU memory"
+    return psutil.virtual_memory().available, "memory"
+
+
 def _require_memory(needed: int, device: str) -> None:
-    free = psutil.virtual_memory().available
-    where = "memory"
-    if device == "gpu" and not mx.metal.is_available():
-        free, where = int(mx.device_info().get("free_memory", needed)), "GPU memory"
+    free, where = _free_memory(device)
     if needed > free:
         raise ModelLoadError(
             f"the model needs {needed / 1e9:.1f} GB of {where} for its weights, "
@@ -217,6 +236,21 @@ def _float32_bytes(model: nn.Module) -> int:
         per_item = 32 // modules[owner].bits if owner in packed and leaf == "weight" else 1
         total += array.size * per_item * 4
     return total
+
+
+def _packed_bytes(model: nn.Module) -> int:
+    """Size of all parameters with quantised layers packed and floats as float32, in bytes."""
+    return sum(
+        array.size * 4 if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+        for _, array in _parameters(model)
+    )
+
+
+def _stays_packed(model: nn.Module, expanded: int) -> bool:
+    """Whether quantised layers must be kept: their expansion does not fit and MLX runs them in float32."""
+    quantised = [module for module in model.modules() if getattr(module, "bits", None) is not None]
+    affine = all(getattr(module, "mode", "affine") == "affine" for module in quantised)
+    return affine and expanded > _free_memory("cpu")[0]
 
 
 def _expand(model: nn.Module) -> nn.Module:

@@ -196,9 +196,45 @@ def test_memory_is_counted_for_the_expanded_weights(model, monkeypatch):
     assert load_module._float32_bytes(module) == exact
     give_memory(monkeypatch, exact)
     load(model)
-    give_memory(monkeypatch, exact - 1)
+    assert dtypes(load(model)) == {"float32"}
+
+
+def test_quantised_layers_that_do_not_fit_expanded_stay_packed_with_float32_arithmetic(model, monkeypatch):
+    rewrite(model, halved)
+    quantise(model)
+    plain = load(model)
+    packed_module, _ = mlx_lm_load(model)
+    packed = load_module._packed_bytes(packed_module)
+    give_memory(monkeypatch, load_module._float32_bytes(packed_module) - 1)
+    loaded = load(model)
+    assert dtypes(loaded) == {"float32", "uint32"}
+    assert loaded.quantisation == "4-bit"
+    assert loaded.dtype == "float32"
+    assert loaded.notes[0].startswith("the 4-bit weights stay packed, with float32 arithmetic")
+    np.testing.assert_allclose(np.array(loaded.model(TOKENS)), np.array(plain.model(TOKENS)), atol=1e-4)
+    give_memory(monkeypatch, packed - 1)
     with pytest.raises(ModelLoadError, match=r"needs 0\.0 GB of memory for its weights, 0\.0 GB are free"):
         load(model)
+
+
+def test_formats_that_mlx_does_not_run_in_float32_must_fit_expanded(model, monkeypatch):
+    quantise(model, "mxfp4", 32, 4)
+    module, _ = mlx_lm_load(model)
+    give_memory(monkeypatch, load_module._float32_bytes(module) - 1)
+    with pytest.raises(ModelLoadError, match="GB are free"):
+        load(model)
+
+
+def test_a_gguf_that_does_not_fit_expanded_stays_packed(model, tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(model, path, quantised="Q4_1")
+    source = ModelSource("gguf", path, "tiny")
+    plain = load_model(source, dtype="auto", device="cpu")
+    give_memory(monkeypatch, path.stat().st_size)
+    loaded = load_model(source, dtype="auto", device="cpu")
+    assert dtypes(loaded) == {"float32", "uint32"}
+    assert loaded.notes[0].startswith("the Q4_1 weights stay packed, with float32 arithmetic")
+    np.testing.assert_allclose(np.array(loaded.model(TOKENS)), np.array(plain.model(TOKENS)), atol=1e-4)
 
 
 def test_too_little_memory_is_told_before_a_gguf_is_read(model, tmp_path, monkeypatch):
