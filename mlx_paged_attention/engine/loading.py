@@ -12,10 +12,11 @@ from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.outputs import EngineInfo
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.models.kv_spec import observe_kv_specs
-from mlx_paged_attention.models.load import load_model
+from mlx_paged_attention.models.load import LoadedModel, load_model
 from mlx_paged_attention.models.source import ModelSource
-from mlx_paged_attention.runner.kv_pool import KVPool
-from mlx_paged_attention.runner.model_runner import ModelHost, ModelRunner
+from mlx_paged_attention.runner.kv_pool import make_pool
+from mlx_paged_attention.runner.model_host import ModelHost
+from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.runner.self_check import choose_layout
 
 Progress = Callable[[str], None]
@@ -37,15 +38,29 @@ class LoadedEngine:
 
 
 def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -> LoadedEngine:
-    """Load the weights, prove how the model runs, size and allocate the pool.
+    """Load the weights, and prepare them to run.
 
     Raises:
         ModelLoadError, UnsupportedModelError, InvalidRequestError: see the parts.
     """
-    backend = _choose_device(config)
-    on_host = backend == "cpu"
+    backend = choose_backend(config)
     progress(f"loading {source.name}")
-    loaded = load_model(source, dtype=config.dtype, device="cpu" if on_host else "gpu")
+    loaded = load_model(source, dtype=config.dtype, device="cpu" if backend == "cpu" else "gpu")
+    return prepare_engine(config, loaded, source.name, backend, progress)
+
+
+def prepare_engine(
+    config: EngineConfig, loaded: LoadedModel, name: str, backend: str, progress: Progress
+) -> LoadedEngine:
+    """Prove how the model runs, size and allocate the pool.
+
+    Args:
+        backend: of :func:`choose_backend`.
+
+    Raises:
+        UnsupportedModelError, InvalidRequestError, ModelLoadError: see the parts.
+    """
+    on_host = backend == "cpu"
 
     # Comes with the extra for Linux's CPU build; a Mac or a CUDA machine asked for its CPU may lack it.
     compiled = on_host and importlib.util.find_spec("numba") is not None
@@ -63,9 +78,9 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
         free_memory=_free_memory(backend),
         on_host=on_host,
     )
-    pool = KVPool(specs, plan.num_blocks, host=compiled)
+    pool = make_pool(specs, plan.num_blocks, host=compiled)
     info = EngineInfo(
-        model=source.name,
+        model=name,
         backend=backend,
         dtype=loaded.dtype,
         forward=layout.name,
@@ -84,7 +99,7 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
     return LoadedEngine(info, ModelRunner(host, pool, layout), loaded.fingerprint)
 
 
-def _choose_device(config: EngineConfig) -> str:
+def choose_backend(config: EngineConfig) -> str:
     """Set MLX's device for this thread; ``"metal"``, ``"cuda"`` or ``"cpu"``."""
     gpu = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
     if config.device == "gpu" and gpu is None:

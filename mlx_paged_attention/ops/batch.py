@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from mlx_paged_attention.ops.kernels.work_list import WorkList, work_list
 
 Split = tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]
+# Threadgroups per item and window: what a work list is cut for.
+Cut = tuple[int, int | None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class AttentionBatch:
     runs: tuple[tuple[int, int], ...] = ()
     _splits: dict[int, Split] = field(default_factory=dict, repr=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
-    _work: dict[tuple[int, int | None], WorkList] = field(default_factory=dict, repr=False)
+    _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -115,6 +117,11 @@ class AttentionBatch:
                 window=window,
             )
         return self._work[key]
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """What work lists have been asked for."""
+        return tuple(self._work)
 
     @cached_property
     def device_tables(self) -> mx.array:

@@ -2,12 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.scheduler.step_plan import PlannedRow
+
+
+class Tables(Protocol):
+    """Block tables by request."""
+
+    def __getitem__(self, request_id: str, /) -> NDArray[np.int32]: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class BatchInput:
 
 def build_batches(
     rows: Sequence[PlannedRow],
-    tables: dict[str, NDArray[np.int32]],
+    tables: Tables,
     block_size: int,
     *,
     pack_limit: int,
@@ -56,9 +63,7 @@ def build_batches(
         yield _token_rows(together, tables, block_size)
 
 
-def _token_rows(
-    rows: Sequence[PlannedRow], tables: dict[str, NDArray[np.int32]], block_size: int
-) -> BatchInput:
+def _token_rows(rows: Sequence[PlannedRow], tables: Tables, block_size: int) -> BatchInput:
     """Every token its own row: ``[tokens, 1]``."""
     lengths = np.array([len(row.token_ids) for row in rows])
     ends = np.cumsum(lengths)
@@ -76,7 +81,7 @@ def _token_rows(
     attention = AttentionBatch(
         starts=positions,
         queries=1,
-        slots=_slots(positions, table[np.arange(total), positions // block_size], write_from, block_size),
+        slots=slots_of(positions, table[np.arange(total), positions // block_size], write_from, block_size),
         block_tables=table,
         block_size=block_size,
         runs=spans,
@@ -85,7 +90,7 @@ def _token_rows(
     return BatchInput(tokens, attention, tuple(rows), spans)
 
 
-def _chunk(row: PlannedRow, tables: dict[str, NDArray[np.int32]], block_size: int) -> BatchInput:
+def _chunk(row: PlannedRow, tables: Tables, block_size: int) -> BatchInput:
     """One sequence's run of tokens: ``[1, tokens]``."""
     length = len(row.token_ids)
     positions = np.arange(row.start, row.start + length)
@@ -94,7 +99,7 @@ def _chunk(row: PlannedRow, tables: dict[str, NDArray[np.int32]], block_size: in
     attention = AttentionBatch(
         starts=np.array([row.start], np.int32),
         queries=length,
-        slots=_slots(positions, table[positions // block_size], write_from, block_size),
+        slots=slots_of(positions, table[positions // block_size], write_from, block_size),
         block_tables=table[None],
         block_size=block_size,
     )
@@ -106,12 +111,13 @@ def _blocks(row: PlannedRow, block_size: int) -> int:
     return -(-(row.start + len(row.token_ids)) // block_size)
 
 
-def _slots(
+def slots_of(
     positions: NDArray[np.integer],
     blocks: NDArray[np.int32],
     write_from: NDArray[np.integer],
     block_size: int,
 ) -> NDArray[np.int64]:
+    """Where tokens at ``positions``, whose blocks are ``blocks``, are to be written; all ``[tokens]``."""
     slots = blocks.astype(np.int64) * block_size + positions % block_size
     # What a published block holds already goes to the null block instead.
     return np.where(positions >= write_from, slots, positions % block_size)

@@ -1,24 +1,24 @@
 """KVPool: the physical keys and values of every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import mlx.core as mx
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.ops.device import DeviceLayer
+from mlx_paged_attention.ops.kernel_layer import KernelLayer
+from mlx_paged_attention.ops.kernels.order import Order
 from mlx_paged_attention.ops.layer import AttentionLayer
 
 
 class KVPool:
-    """One set of arrays per layer, all with the same number of blocks; block 0 is the null block.
+    """One set of arrays per layer, all with the same number of blocks; block 0 is the null block."""
 
-    Args:
-        host: keep the arrays in host memory, for MLX's CPU back end.
-    """
-
-    def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int, *, host: bool) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], num_blocks: int) -> None:
+        self.layers = layers
         self.num_blocks = num_blocks
-        self.block_size = specs[0].planes[0].shape[1]
-        make_layer = _layer_maker(host)
-        self.layers = [make_layer(spec, num_blocks) for spec in specs]
-        expected = num_blocks * sum(spec.bytes_per_block for spec in specs)
+        self.block_size = layers[0].spec.planes[0].shape[1]
+        expected = num_blocks * sum(layer.spec.bytes_per_block for layer in layers)
         assert self.nbytes == expected, "the specs' byte counts disagree with the arrays"
 
     @property
@@ -34,22 +34,53 @@ class KVPool:
     def bytes_per_token(self) -> int:
         return self.nbytes // (self.num_blocks * self.block_size)
 
+    @property
+    def state(self) -> list[mx.array]:
+        """Arrays to evaluate so that all that has been stated has run."""
+        return [array for layer in self.layers for array in layer.state]
 
-def _layer_maker(host: bool) -> Callable[[LayerKVSpec, int], AttentionLayer]:
-    """Imported on demand: the compiler for the host's kernel exists only where it is needed."""
+
+class KernelPool(KVPool):
+    """A pool whose layers are all written in place by the project's kernels, in one order."""
+
+    def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int) -> None:
+        self.order = Order()
+        self._kernel_layers = [KernelLayer(spec, num_blocks, self.order) for spec in specs]
+        super().__init__(self._kernel_layers, num_blocks)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [self.order.token]
+
+    @property
+    def planes(self) -> list[mx.array]:
+        """Each layer's keys and values, one after the other."""
+        return [plane for layer in self._kernel_layers for plane in (layer.k, layer.v)]
+
+    @planes.setter
+    def planes(self, planes: Sequence[mx.array]) -> None:
+        for layer, k, v in zip(self._kernel_layers, planes[::2], planes[1::2], strict=True):
+            layer.k, layer.v = k, v
+
+
+def make_pool(specs: Sequence[LayerKVSpec], num_blocks: int, *, host: bool) -> KVPool:
+    """A pool of the fastest kind that there is here.
+
+    Args:
+        host: keep the arrays in host memory, for MLX's CPU back end.
+    """
     if host:
+        # Imported on demand: the compiler for the host's kernel exists only where it is needed.
         from mlx_paged_attention.ops.host import HostLayer
 
-        return HostLayer
-    from mlx_paged_attention.ops.device import DeviceLayer
-    from mlx_paged_attention.ops.kernel_layer import KernelLayer
-    from mlx_paged_attention.ops.kernels.order import Order
-
+        return KVPool([HostLayer(spec, num_blocks) for spec in specs], num_blocks)
+    if all(KernelLayer.supports(spec) for spec in specs):
+        return KernelPool(specs, num_blocks)
     order = Order()
 
-    def make(spec: LayerKVSpec, num_blocks: int) -> AttentionLayer:
+    def make_layer(spec: LayerKVSpec) -> AttentionLayer:
         if KernelLayer.supports(spec):
             return KernelLayer(spec, num_blocks, order)
         return DeviceLayer(spec, num_blocks)
 
-    return make
+    return KVPool([make_layer(spec) for spec in specs], num_blocks)

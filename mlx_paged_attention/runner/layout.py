@@ -1,6 +1,6 @@
 """The ways in which a step's tokens can go through a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,12 +11,17 @@ class Layout:
         pack: chunks join the single-token rows of the step, one row per token.
         dense: keys and values are gathered for the model's own attention.
         batch_rows: several sequences share a forward.
+        compiled: steps of single tokens are compiled; needs a :class:`KernelPool`.
     """
 
     name: str
     pack: bool = False
     dense: bool = False
     batch_rows: bool = True
+    compiled: bool = False
+
+    def with_compiled_decode(self) -> "Layout":
+        return replace(self, name=f"{self.name}, decode compiled", compiled=True)
 
 
 # From fastest to most accepting. Which one a model gets is decided by :mod:`self_check`.

@@ -6,6 +6,8 @@ Nothing is inferred from names, so a model that no layout runs exactly is refuse
 """
 
 import random
+from collections.abc import Iterator
+from itertools import chain
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,14 +17,15 @@ from numpy.typing import NDArray
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.errors import UnsupportedModelError
-from mlx_paged_attention.runner.kv_pool import KVPool
+from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
-from mlx_paged_attention.runner.model_runner import ModelHost, ModelRunner
+from mlx_paged_attention.runner.model_host import ModelHost
+from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepPlan
 
 # Tokens each sequence computes in each step: chunks first, then a mixed step, then decode.
-_STEPS = ((6, 9, 4), (11, 1, 3), (1, 1, 40), (1, 1, 1))
+_STEPS = ((6, 9, 4), (11, 1, 3), (1, 1, 40), (1, 1, 1), (1, 1, 1))
 
 # Largest |difference| of logits, in standard deviations of the reference's. Wrong positions or a
 # wrong mask move them by about 3; rounding in a half-precision type by a few hundredths.
@@ -43,7 +46,7 @@ def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int,
     references = [_mlx_lm_logits(host.model, prompt) for prompt in prompts]
     tolerance = _TOLERANCE[specs[0].planes[0].dtype]
     failures = []
-    for layout in LAYOUTS:
+    for layout in _candidates(specs, on_host=on_host):
         try:
             error = _error(host, specs, layout, prompts, references, on_host=on_host)
         except Exception as exception:  # whatever model code raises is this layout's verdict
@@ -56,6 +59,14 @@ def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int,
         "the model does not compute on the paged cache what it computes in mlx_lm "
         f"({'; '.join(failures)}); use mlx_lm for it"
     )
+
+
+def _candidates(specs: list[LayerKVSpec], *, on_host: bool) -> Iterator[Layout]:
+    compiles = isinstance(make_pool(specs, 1, host=on_host), KernelPool)
+    for layout in LAYOUTS:
+        if compiles and not layout.dense:
+            yield layout.with_compiled_decode()
+        yield layout
 
 
 def _mlx_lm_logits(model: nn.Module, tokens: list[int]) -> NDArray[np.float32]:
@@ -76,7 +87,7 @@ def _error(
     needed = [-(-len(prompt) // block_size) for prompt in prompts]
     ids = list(range(1, 1 + sum(needed)))
     random.Random(0).shuffle(ids)
-    runner = ModelRunner(host, KVPool(specs, 1 + sum(needed), host=on_host), layout)
+    runner = ModelRunner(host, make_pool(specs, 1 + sum(needed), host=on_host), layout)
     names = [str(i) for i in range(len(prompts))]
     done = [0] * len(prompts)
     worst = 0.0
@@ -92,7 +103,7 @@ def _error(
             tokens = prompts[i][done[i] : done[i] + count]
             rows.append(PlannedRow(names[i], tokens, done[i], blocks, done[i], sample=True))
             done[i] += count
-        for row, logits in runner.forward(StepPlan(step, new, rows, [])):
+        for row, logits in chain.from_iterable(runner.forward(StepPlan(step, new, rows, []))):
             assert logits is not None
             reference = references[int(row.request_id)][row.start + len(row.token_ids) - 1]
             ours = np.array(logits[-1].astype(mx.float32))

@@ -8,9 +8,10 @@ from mlx_lm.utils import load_model
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.models.kv_spec import observe_kv_specs
-from mlx_paged_attention.runner.kv_pool import KVPool
+from mlx_paged_attention.runner.kv_pool import make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
-from mlx_paged_attention.runner.model_runner import ModelHost, ModelRunner
+from mlx_paged_attention.runner.model_host import ModelHost
+from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepOutput, StepPlan
 
@@ -31,7 +32,7 @@ class StepDriver:
         self, host: ModelHost, specs: list[LayerKVSpec], layout: Layout = PACKED, *, on_host: bool = True
     ) -> None:
         num_blocks = 64
-        self.runner = ModelRunner(host, KVPool(specs, num_blocks, host=on_host), layout)
+        self.runner = ModelRunner(host, make_pool(specs, num_blocks, host=on_host), layout)
         self.tokens: dict[str, list[int]] = {}
         self.plans: list[StepPlan] = []
         self._free = [(5 * i) % (num_blocks - 1) + 1 for i in range(num_blocks - 1)]

@@ -10,7 +10,7 @@ import pytest
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.host import HostLayer
-from mlx_paged_attention.runner.kv_pool import KVPool
+from mlx_paged_attention.runner.kv_pool import make_pool
 
 BLOCK_SIZE = 8
 
@@ -26,7 +26,7 @@ def spec(kv_heads=2, k_dim=16, v_dim=16, dtype="float32", window=None):
 @pytest.mark.parametrize("host", [True, False])
 def test_the_pool_has_an_array_per_plane_in_the_order_of_the_specs(host):
     specs = [spec(), spec(kv_heads=3, k_dim=24, v_dim=8, window=4), spec(kv_heads=1)]
-    pool = KVPool(specs, 5, host=host)
+    pool = make_pool(specs, 5, host=host)
     assert [layer.spec for layer in pool.layers] == specs
     assert all(type(layer) is (HostLayer if host else DeviceLayer) for layer in pool.layers)
     assert [(layer.k.shape, layer.v.shape) for layer in pool.layers] == [
@@ -41,7 +41,7 @@ def test_the_pool_has_an_array_per_plane_in_the_order_of_the_specs(host):
 @pytest.mark.parametrize("host", [True, False])
 def test_bytes_are_those_of_the_arrays(host):
     specs = [spec(), spec(kv_heads=3, k_dim=24, v_dim=8)]
-    pool = KVPool(specs, 5, host=host)
+    pool = make_pool(specs, 5, host=host)
     per_token = 4 * (2 * 2 * 16 + 3 * (24 + 8))
     assert pool.bytes_per_token == per_token
     assert pool.nbytes == 5 * BLOCK_SIZE * per_token
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_arrays(host):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_device_pool_keeps_the_type_of_the_spec(dtype):
-    pool = KVPool([spec(dtype=dtype)], 3, host=False)
+    pool = make_pool([spec(dtype=dtype)], 3, host=False)
     assert pool.layers[0].k.dtype == getattr(mx, dtype)
     assert pool.bytes_per_token == 2 * 2 * 2 * 16
 
@@ -61,9 +61,9 @@ def test_a_pool_on_a_device_needs_no_compiler():
         "import sys\n"
         "sys.modules['numba'] = None\n"
         "from mlx_paged_attention.cache.spec import LayerKVSpec, Plane\n"
-        "from mlx_paged_attention.runner.kv_pool import KVPool\n"
+        "from mlx_paged_attention.runner.kv_pool import make_pool\n"
         "planes = tuple(Plane(n, 'float32', (1, 4, 8)) for n in 'kv')\n"
-        "print(KVPool([LayerKVSpec(planes)], 2, host=False).nbytes)\n"
+        "print(make_pool([LayerKVSpec(planes)], 2, host=False).nbytes)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == str(2 * 2 * 4 * 8 * 4), result.stderr

@@ -11,7 +11,7 @@ from oracle import varied_prompt
 from step_driver import ALONE, DENSE, PACKED, ROWS, StepDriver, load_host
 
 from mlx_paged_attention.models import seam
-from mlx_paged_attention.runner.model_runner import ModelHost
+from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.scheduler.step_plan import StepOutput, StepPlan
 
 PROMPTS = {"a": varied_prompt(37, 1), "b": varied_prompt(5, 2), "c": varied_prompt(21, 3)}

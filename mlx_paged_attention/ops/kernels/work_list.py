@@ -40,14 +40,44 @@ def work_list(
     capacity: int | None = None,
     target: int = TARGET_THREADGROUPS,
 ) -> WorkList:
-    """Cut the contexts of ``[rows * queries]`` tokens.
+    """Cut the contexts of ``[rows * queries]`` tokens: :func:`cut_contexts`, on the device.
+
+    With a ``capacity`` results are merged always, so that steps of any contexts have the same shapes.
+    """
+    items, splits = cut_contexts(
+        context_lens,
+        queries,
+        block_size=block_size,
+        threadgroups_per_item=threadgroups_per_item,
+        window=window,
+        capacity=capacity,
+        target=target,
+    )
+    return WorkList(mx.array(items), mx.array(splits), capacity is not None or len(items) > len(splits))
+
+
+def capacity_for(rows: int, threadgroups_per_item: int) -> int:
+    """Items that are enough for ``rows`` of any contexts."""
+    return rows + max(1, TARGET_THREADGROUPS // threadgroups_per_item)
+
+
+def cut_contexts(
+    context_lens: NDArray[np.int32],
+    queries: int,
+    *,
+    block_size: int,
+    threadgroups_per_item: int,
+    window: int | None = None,
+    capacity: int | None = None,
+    target: int = TARGET_THREADGROUPS,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """``items`` and ``splits`` of a :class:`WorkList`.
 
     Args:
         context_lens: int32 ``[rows * queries]``, 0 included.
         threadgroups_per_item: how many share a piece, one per kv head and tile of queries.
         window: attend to the last ``window`` positions only: pieces begin at its first block.
-        capacity: make exactly this many items, the last ones empty, and merge always, so
-            that steps of any contexts have the same shapes.
+        capacity: make exactly this many items, the last ones empty.
         target: threadgroups to aim for.
     """
     contexts = context_lens.reshape(-1, queries)
@@ -72,5 +102,4 @@ def work_list(
     items[: len(rows), 0] = rows
     items[: len(rows), 1] = start
     items[: len(rows), 2] = np.minimum(start + length[rows], ends[rows])
-    splits = np.stack([firsts, counts], axis=1).astype(np.int32)
-    return WorkList(mx.array(items), mx.array(splits), capacity is not None or len(rows) > len(ends))
+    return items, np.stack([firsts, counts], axis=1).astype(np.int32)

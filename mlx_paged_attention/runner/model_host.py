@@ -1,0 +1,48 @@
+"""ModelHost: a model prepared for the seam, and the one place where it is called."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged_attention.models.forward import ForwardContext
+from mlx_paged_attention.models.head import select_rows_in_head, selected_logits
+from mlx_paged_attention.models.linear import flatten_rows
+from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
+from mlx_paged_attention.ops.batch import AttentionBatch
+
+
+class ModelHost:
+    """A model whose head selects rows and whose attention finds paged caches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.context = ForwardContext()
+        flatten_rows(model)
+        select_rows_in_head(model, self.context)
+        rebind_attention()
+
+    def forward(
+        self,
+        tokens: mx.array,
+        batch: AttentionBatch,
+        caches: Sequence[PagedLayerCache],
+        selected: mx.array | None = None,
+    ) -> mx.array:
+        """Logits ``[selected, vocabulary]`` of tokens int32 ``[rows, queries]``.
+
+        Args:
+            selected: int32 indices into the flattened tokens; ``None`` for all.
+        """
+        self.context.batch = batch
+        self.context.selected = selected
+        try:
+            output: Any = self.model(tokens, cache=caches)
+            logits = selected_logits(output, self.context, tokens.size)
+        finally:
+            self.context.batch = self.context.selected = None
+            # A list, not a generator: every cache must be settled.
+            settled = [cache.settle() for cache in caches]
+        assert all(settled), f"layer {settled.index(False)} fetched keys but never attended with them"
+        return logits
