@@ -76,7 +76,9 @@ def row_sampling(
     logprobs = params.logprobs
     if logprobs is None and params.num_sequences > params.n:
         logprobs = 0  # best_of compares cumulative log-probabilities
-    stop_ids = [] if params.ignore_eos else list(info.eos_token_ids)
+    # A model's files may name ids that its logits have no column for; none of them can be sampled.
+    stop_ids = [] if params.ignore_eos else [i for i in info.eos_token_ids if i < info.vocab_size]
+    bad_words = tokenizer.bad_word_ids(params.bad_words) if tokenizer and params.bad_words else []
     return RowSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
@@ -89,8 +91,9 @@ def row_sampling(
         min_tokens=params.min_tokens,
         stop_ids=[*stop_ids, *(params.stop_token_ids or ())],
         logprobs=logprobs,
-        prompt_logprobs=params.prompt_logprobs,
+        # Every answer has the same prompt: the first one scores it, the others may find it cached.
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         logit_bias={k: float(v) for k, v in (params.logit_bias or {}).items()},
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
-        bad_words=tokenizer.bad_word_ids(params.bad_words) if tokenizer and params.bad_words else [],
+        bad_words=[word for word in bad_words if max(word) < info.vocab_size],
     )

@@ -1,0 +1,33 @@
+"""What a request's parameters become for the sampler, beyond what passes through as it is."""
+
+import random
+
+import pytest
+from scripted_engine import EOS, VOCAB_SIZE, letters, make_info
+
+from mlx_paged_attention.engine.prompt import row_sampling
+from mlx_paged_attention.sampling.params import SamplingParams
+
+
+def resolved(params, *, index=0, tokenizer=None, **info):
+    return row_sampling(params, make_info(**info), tokenizer, index, random.Random(0))
+
+
+def test_end_of_sequence_ids_without_a_logit_are_not_masked():
+    """Masking them would write into the next row's logits."""
+    sampling = resolved(SamplingParams(min_tokens=2), eos_token_ids=[EOS, VOCAB_SIZE, 70_000])
+    assert sampling.stop_ids == [EOS]
+
+
+def test_a_bad_word_that_the_model_cannot_write_is_not_masked():
+    params = SamplingParams(bad_words=["ab", "az"])
+    assert [97, 122] in resolved(params, tokenizer=letters()).bad_words
+    sampling = resolved(params, tokenizer=letters(), vocab_size=ord("z"), eos_token_ids=[])
+    assert [97, 98] in sampling.bad_words
+    assert max(max(word) for word in sampling.bad_words) < ord("z")
+
+
+@pytest.mark.parametrize(("index", "expected"), [(0, 3), (1, None)])
+def test_only_the_first_answer_scores_the_prompt(index, expected):
+    params = SamplingParams(n=2, prompt_logprobs=3)
+    assert resolved(params, index=index).prompt_logprobs == expected
