@@ -87,6 +87,12 @@ class Engine:
         arrival = time.monotonic()
         text, token_ids = tokenize(prompt, self._tokenizer)
         check_token_ids(token_ids, params, self.info.vocab_size)
+        if params.priority and self._scheduler.policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {params.priority}, but requests are served first come, first served; leave it "
+                "out, or load the model with scheduling_policy='priority'",
+                "priority",
+            )
         limit = min(self.info.max_model_len, self._cache.num_usable_blocks * self.info.block_size)
         max_tokens = params.max_tokens or max(1, limit - len(token_ids))
         sequences = []
@@ -189,10 +195,9 @@ class Engine:
         for planned in plan.rows:
             row = rows.get(planned.request_id)
             if row is not None and row.prompt_logprobs is not None:
-                group, sequence = self._sequences[planned.request_id]
-                if sequence.index == 0:  # every answer has the same prompt
-                    entries = [public_logprobs(entry, self._tokenizer) for entry in row.prompt_logprobs]
-                    group.set_prompt_logprobs(planned.start + 1, entries)
+                group, _ = self._sequences[planned.request_id]
+                entries = [public_logprobs(entry, self._tokenizer) for entry in row.prompt_logprobs]
+                group.set_prompt_logprobs(planned.start + 1, entries)
 
     def _end(self, sequence: Sequence, reason: str, stop_reason: str | int | None) -> None:
         sequence.finish(reason, stop_reason)

@@ -71,7 +71,7 @@ class SamplingParams:
         allowed_token_ids: only these may be sampled.
         bad_words: words that must not be generated.
         structured_outputs: not supported yet, refused.
-        priority: lower is served first under the priority policy.
+        priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
 

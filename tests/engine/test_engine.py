@@ -655,6 +655,14 @@ def test_lower_priority_values_go_first_under_the_priority_policy():
     assert [plan.new[0].request_id for plan in scripted.runner.plans] == ["high", "middle", "low"]
 
 
+def test_a_priority_that_would_be_ignored_is_refused():
+    scripted = ScriptedEngine()
+    with pytest.raises(InvalidRequestError, match="scheduling_policy='priority'") as refused:
+        scripted.add("r", PROMPT, priority=1)
+    assert refused.value.param == "priority"
+    scripted.add("r", PROMPT, priority=0)
+
+
 def test_the_engines_seed_decides_where_a_request_brings_none():
     def drawn(seed):
         scripted = ScriptedEngine(config={"seed": seed})
