@@ -168,8 +168,9 @@ class AsyncEngine:
         dead.__cause__ = cause
         with self._lock:
             self._dead = dead
-        self._drain()  # nothing more can be sent; what was is answered
+        # Closed before the last commands run: they find no request in books that may no longer agree.
         engine.close(dead)
+        self._drain()  # nothing more can be sent; what was is answered
         self._stats = engine.stats()
 
     def _serve(self, engine: Engine) -> None:

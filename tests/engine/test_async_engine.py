@@ -254,6 +254,25 @@ def test_three_failed_steps_end_the_engine_and_everyone_is_told(start):
     assert engine.stats().running == 0 or dead
 
 
+def test_an_engine_that_dies_with_its_books_in_disorder_still_tells_everyone(start, monkeypatch):
+    engine = start()
+    engine.runner.hold()
+    streams = [Stream(engine, name) for name in ("a", "b")]
+    assert engine.runner.in_step.wait(TIMEOUT)
+
+    def disagree(request_ids):
+        raise AssertionError("block 3 is freed twice")
+
+    monkeypatch.setattr(engine._engine._scheduler, "abort", disagree)
+    for name in ("a", "b"):  # the first ends the engine, the second is still in the queue then
+        engine.abort(name)
+    engine.runner.may_step.set()
+    for stream in streams:
+        result = stream.result()
+        assert isinstance(result, EngineDeadError)
+        assert "block 3 is freed twice" in str(result)
+
+
 def test_closing_while_requests_run_ends_them_all(start):
     engine = start()
     engine.runner.hold()
