@@ -1,5 +1,6 @@
 """From settings to a report: load the contestants, run the trials in turns."""
 
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -142,7 +143,7 @@ def _llama(program: Path, config: EngineConfig, settings: BenchSettings, *, on_c
 
 def _model_facts(info: EngineInfo) -> Facts:
     facts: Facts = {"model": info.model, "dtype": info.dtype, "backend": info.backend, "steps": info.forward}
-    if info.backend == "cpu":
+    if info.backend == "cpu" and importlib.util.find_spec("numba") is not None:
         import numba
 
         facts["attention threads"] = f"{numba.get_num_threads()} ({numba.threading_layer()})"
