@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fake_llm import FakeLLM
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import ClientDisconnect
 
 from mlx_paged_attention.api.server.app import create_app
 
@@ -290,6 +291,49 @@ def _params(**fields: Any) -> Any:
     from mlx_paged_attention.sampling.params import SamplingParams
 
     return SamplingParams(**fields)
+
+
+async def test_a_refused_request_is_not_counted_as_aborted() -> None:
+    async with connect(FakeLLM()) as client:
+        for prompt in ([256], [1] * 256):
+            assert (await client.post(COMPLETIONS, json={"prompt": prompt})).status_code == 400
+        metric = await scrape(client)
+    for reason in ("stop", "length", "abort"):
+        assert metric("request_success_total", finished_reason=reason) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "x"}), (COMPLETIONS, {"prompt": ["x", "y"]}), (CHAT, HI)],
+    ids=["completions", "several prompts", "chat"],
+)
+async def test_a_stream_that_cannot_be_sent_ends_its_requests_at_once(
+    path: str, body: dict[str, Any]
+) -> None:
+    llm = FakeLLM(step_time=0.01)
+    prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    messages = [{"type": "http.request", "body": json.dumps({**body, "stream": True}).encode()}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message.get("body") and len(llm.active) == prompts:
+            raise OSError("the connection is gone")
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},  # from here on servers may raise in send
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    with pytest.raises(ClientDisconnect):
+        await asyncio.wait_for(create_app(llm)(scope, receive, send), 10)
+    # At once: nothing is left for the garbage collector to close.
+    assert not llm.active
+    assert llm.aborted == prompts
 
 
 async def test_load_counts_prompts_that_are_being_answered() -> None:

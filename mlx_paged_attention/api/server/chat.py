@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -71,20 +72,22 @@ class _ChatChunks:
             **(self._body.chat_template_kwargs or {}),
         }
         begun: set[int] = set()
-        async for output in self._serving.chat(self._body.messages, self._params, template_kwargs):
-            self._usage.add(0, output)
-            usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
-            choices = []
-            for answer in output.outputs:
-                if answer.index not in begun:
-                    begun.add(answer.index)
-                    delta = Delta(role="assistant", content="")
-                    choices.append(ChunkChoice(index=answer.index, delta=delta))
-                choices.append(self._choice(answer))
-            chunks = [ChatChunk(**self._header, choices=[choice], usage=usage) for choice in choices]
-            if output.prompt_logprobs is not None and chunks:
-                chunks[0].prompt_logprobs = prompt_logprobs_json(output.prompt_logprobs)
-            yield chunks
+        outputs = self._serving.chat(self._body.messages, self._params, template_kwargs)
+        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
+            async for output in outputs:
+                self._usage.add(0, output)
+                usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
+                choices = []
+                for answer in output.outputs:
+                    if answer.index not in begun:
+                        begun.add(answer.index)
+                        delta = Delta(role="assistant", content="")
+                        choices.append(ChunkChoice(index=answer.index, delta=delta))
+                    choices.append(self._choice(answer))
+                chunks = [ChatChunk(**self._header, choices=[choice], usage=usage) for choice in choices]
+                if output.prompt_logprobs is not None and chunks:
+                    chunks[0].prompt_logprobs = prompt_logprobs_json(output.prompt_logprobs)
+                yield chunks
         if usage_at_end:
             yield [ChatChunk(**self._header, choices=[], usage=self._usage.usage())]
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -75,12 +76,13 @@ class _CompletionChunks:
         options = self._body.stream_options
         usage_at_end = not self._body.stream or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats
-        streams = [self._serving.generate(prompt, self._params) for prompt in self._prompts]
-        async for prompt_index, output in merge(streams):
-            self._usage.add(prompt_index, output, completion=not self._prompt_only)
-            usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
-            choices = [self._choice(prompt_index, output, answer) for answer in output.outputs]
-            yield [Completion(**self._header, choices=[choice], usage=usage) for choice in choices]
+        outputs = merge([self._serving.generate(prompt, self._params) for prompt in self._prompts])
+        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
+            async for prompt_index, output in outputs:
+                self._usage.add(prompt_index, output, completion=not self._prompt_only)
+                usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
+                choices = [self._choice(prompt_index, output, answer) for answer in output.outputs]
+                yield [Completion(**self._header, choices=[choice], usage=usage) for choice in choices]
         if usage_at_end:
             yield [Completion(**self._header, choices=[], usage=self._usage.usage())]
 
