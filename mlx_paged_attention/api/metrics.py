@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from mlx_paged_attention.engine.outputs import RequestMetrics, RequestOutput
+from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ class Metrics:
                 async for output in outputs:
                     observation.add(output)
                     yield output
+        except InvalidRequestError:
+            observation.refused = True
+            raise
         finally:
             self.in_flight -= 1
             observation.end()
@@ -102,9 +106,14 @@ class Metrics:
 
 
 class _Observation:
-    """What has been seen of one request."""
+    """What has been seen of one request.
+
+    Attributes:
+        refused: it never became a request of the engine's, and so ended in no way.
+    """
 
     def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self.refused = False
         self._metrics = metrics
         self._params = params
         self._last: RequestOutput | None = None
@@ -139,6 +148,8 @@ class _Observation:
             self._metrics.itl.observe(max(0.0, now - since) / count)
 
     def end(self) -> None:
+        if self.refused:
+            return
         m, last = self._metrics, self._last
         ended = last is not None and last.finished
         reason = (self._reason if ended else None) or "abort"
