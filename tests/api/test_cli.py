@@ -392,6 +392,15 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert "BrokenPipe" not in err
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_api_key_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    status, out, err = run(capsys, "serve", "--port", "0", "--api-key", "good", "--api-key", key)
+    assert (status, out) == (2, "")
+    assert err.startswith("mlx-paged: error: --api-key is empty")
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_serve_answers_until_it_is_told_to_stop(number: int, status: int) -> None:
     process = subprocess.Popen(

@@ -44,6 +44,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     options = engine.options()
+    if not all(key.strip() for key in api_key or ()):  # everybody would have it
+        raise InvalidRequestError("--api-key is empty: is the variable set that it comes from?", "api_key")
     # Told to stop while loading or serving, close the engine before leaving.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The address is taken before the model is loaded, and listened on only after.

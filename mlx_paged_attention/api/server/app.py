@@ -33,6 +33,7 @@ def create_app(
         api_keys: if any, one of them is needed for every route but ``/health`` and ``/ping``.
         max_body_bytes: larger requests are answered 413.
     """
+    assert all(api_keys), "an empty key lets everybody in"
     app = FastAPI(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, served_model_names or [llm.info.model])
     for family in (completions, chat, models, health):
