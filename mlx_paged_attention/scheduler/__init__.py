@@ -1,1 +1,1 @@
-"""scheduler"""
+"""Which tokens of which requests each step computes. Imports no MLX."""

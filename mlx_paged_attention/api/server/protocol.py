@@ -126,7 +126,7 @@ class GenerationRequest(BaseModel):
         return self
 
     def sampling_params(self, defaults: dict[str, Any], **own: Any) -> SamplingParams:
-        """The request's values over ``own`` over the model's ``defaults``.
+        """The model's ``defaults``, over them the request's values, over both ``own``.
 
         Raises:
             InvalidRequestError: a value is out of range.
