@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import sys
 
 import pytest
 
@@ -190,3 +191,16 @@ def test_a_model_that_mlx_lm_cannot_batch_is_told_with_the_way_out(error, monkey
 
     monkeypatch.setattr("mlx_paged_attention.bench.batch_generator.BatchGenerator", fail)
     assert "failed (ValueError: cannot merge caches); measure without it: --no-mlx-lm" in error()
+
+
+def test_a_cpu_without_numba_is_measured_too(tiny_model, monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setitem(sys.modules, "numba", None)  # importing it raises
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "numba" else find_spec(name, *rest)
+    )
+    status = bench(tiny_model("llama"), workload="latency")
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert "numba is not installed" in captured.out
+    assert "attention threads" not in captured.out
