@@ -53,14 +53,23 @@ class EngineConfig:
     device: Device | None = None
 
     def __post_init__(self) -> None:
+        if self.model is not None and not isinstance(self.model, str):
+            raise InvalidRequestError(f"model must be a string, not {type(self.model).__name__}", "model")
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         if self.device is not None:
             _one_of("device", self.device, get_args(Device))
         _at_least("block_size", self.block_size, 1)
-        _at_least("num_blocks", self.num_blocks, 2)
+        if self.num_blocks is not None:
+            _at_least("num_blocks", self.num_blocks, 2)
         for name in ("kv_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            _at_least(name, getattr(self, name), 1)
+            if (value := getattr(self, name)) is not None:
+                _at_least(name, value, 1)
+        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false", name)
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise InvalidRequestError(f"seed must be an integer, not {self.seed!r}", "seed")
         if self.num_blocks is not None and self.kv_memory is not None:
             raise InvalidRequestError(
                 "give num_blocks or kv_memory, not both: each fixes the pool's size", "num_blocks"
@@ -79,8 +88,6 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, not {value!r}", name)
 
 
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is None:
-        return
+def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequestError(f"{name} must be an integer of at least {least}, not {value!r}", name)

@@ -138,6 +138,9 @@ def test_chat_without_a_tokenizer_is_refused(llm):
         ({"block_size": 0}, "block_size must be an integer of at least 1, not 0"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"num_blocks": 10, "kv_memory": 10}, "not both"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false"),
+        ({"seed": "x"}, "seed must be an integer, not 'x'"),
+        ({"block_size": None}, "block_size must be an integer of at least 1, not None"),
     ],
 )
 def test_options_are_checked_before_a_model_is_looked_for(options, message):
