@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import ClientDisconnect
 
 from mlx_paged_attention.api.server.app import create_app
+from mlx_paged_attention.errors import RequestFailedError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -132,6 +133,21 @@ async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
     error = error_of(response)
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_has_the_cause_of_a_failed_step(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(FakeLLM):
+        async def generate(self, *arguments: Any, **options: Any) -> Any:
+            async for output in super().generate(*arguments, **options):
+                if stream:
+                    yield output
+                raise RequestFailedError("request r failed") from MemoryError("no room for scores")
+
+    async with connect(Failing()) as client:
+        response = await client.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    assert "request_failed" in response.text
+    assert "MemoryError: no room for scores" in caplog.text
 
 
 async def test_a_large_body_is_a_413_whether_announced_or_not() -> None:

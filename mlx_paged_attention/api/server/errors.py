@@ -1,5 +1,6 @@
 """Errors as OpenAI clients expect them: ``{"error": {message, type, param, code}}`` and a status."""
 
+import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -12,9 +13,12 @@ from starlette.responses import JSONResponse
 from mlx_paged_attention.errors import (
     EngineDeadError,
     InvalidRequestError,
+    MlxPagedError,
     RequestFailedError,
     RequestTooLongError,
 )
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_MESSAGE = 1000
 
@@ -68,6 +72,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def known(_: Request, error: Exception) -> JSONResponse:
         status, body = describe(error)
+        # What is unknown goes on to the server, which logs it; these end here, with what raised them.
+        if isinstance(error, MlxPagedError) and error.__cause__ is not None and status >= 500:
+            logger.error("a request failed", exc_info=error)
         return JSONResponse(body, status)
 
     async def validation(request: Request, error: Exception) -> JSONResponse:
