@@ -29,7 +29,7 @@ _STEPS = ((6, 9, 4), (11, 1, 3), (1, 1, 40), (1, 1, 1), (1, 1, 1))
 
 # Largest |difference| of logits, in standard deviations of the reference's. Wrong positions or a
 # wrong mask move them by about 3; rounding in a half-precision type by a few hundredths.
-_TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
 
 
 def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int, on_host: bool) -> Layout:
@@ -43,8 +43,8 @@ def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int,
         [(37 * i * i + 101 * i + 11 * s + 3) % vocab_size for i in range(length)]
         for s, length in enumerate(lengths)
     ]
-    references = [_mlx_lm_logits(host.model, prompt) for prompt in prompts]
-    tolerance = _TOLERANCE[specs[0].planes[0].dtype]
+    references = [mlx_lm_logits(host.model, prompt) for prompt in prompts]
+    tolerance = TOLERANCE[specs[0].planes[0].dtype]
     failures = []
     for layout in _candidates(specs, on_host=on_host):
         try:
@@ -69,7 +69,7 @@ def _candidates(specs: list[LayerKVSpec], *, on_host: bool) -> Iterator[Layout]:
         yield layout
 
 
-def _mlx_lm_logits(model: nn.Module, tokens: list[int]) -> NDArray[np.float32]:
+def mlx_lm_logits(model: nn.Module, tokens: list[int]) -> NDArray[np.float32]:
     logits = model(mx.array([tokens]), cache=make_prompt_cache(model))
     return np.array(logits[0].astype(mx.float32))
 
