@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from mlx_paged_attention.cache.block_hash import root_hash
@@ -47,6 +48,10 @@ class Engine:
         fingerprint: str,
         tokenizer: Tokenizer | None,
     ) -> None:
+        if tokenizer is not None:
+            # Chat models often name the end of a turn there, and the end of a document in the configuration.
+            ends = dict.fromkeys([*info.eos_token_ids, *tokenizer.eos_token_ids])
+            info = replace(info, eos_token_ids=list(ends))
         self.info = info
         self._runner = runner
         self._tokenizer = tokenizer

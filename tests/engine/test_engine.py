@@ -129,6 +129,17 @@ def test_end_of_sequence_ends_without_a_reason_of_its_own(texts):
     assert answer.token_ids == [*text_ids("ab"), EOS]
 
 
+def test_the_tokenizers_own_end_of_sequence_counts_beside_the_configurations():
+    texts = ScriptedEngine(tokenizer=letters(), eos_token_ids=[ord("z")])
+    assert texts.engine.info.eos_token_ids == [ord("z"), EOS]
+    for name, end in (("tokenizer", EOS), ("configuration", ord("z"))):
+        texts.add(name, "q", answer=[*text_ids("ab"), end, 1], max_tokens=9)
+    texts.run()
+    for name in ("tokenizer", "configuration"):
+        assert texts.last(name).outputs[0].finish_reason == "stop"
+        assert len(texts.last(name).outputs[0].token_ids) == 3
+
+
 def test_a_stop_token_is_the_reason(texts):
     texts.add("r", "q", answer="abc", max_tokens=9, stop_token_ids=[ord("b")])
     texts.run()
