@@ -56,7 +56,7 @@ class EngineFlags:
         str | None,
         _flag(
             "Hugging Face repo id, MLX model directory or .gguf file. Without it: SmolLM2-135M-Instruct, "
-            "fetched once (98 MB)."
+            "fetched once (93 MB)."
         ),
     ] = None
     dtype: Annotated[
