@@ -30,6 +30,7 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
     name = rng.choice(MODELS)
     block_size = rng.choice([1, 3, 4, 16])
     tokens = rng.choice([3, 8, 30, 100])
+    policy = rng.choice(["fcfs", "priority"])
     async with AsyncLLM(
         model=str(tiny_model(name)),
         skip_tokenizer_init=True,
@@ -38,7 +39,7 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
         max_num_seqs=rng.randint(1, min(tokens, 8)),
         max_num_batched_tokens=tokens,
         enable_prefix_caching=rng.random() < 0.8,
-        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        scheduling_policy=policy,
     ) as llm:
         shuffle_free_blocks(llm, seed)
         poison_free_blocks(llm)
@@ -51,7 +52,10 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
         alone: list[tuple[list[int], SamplingParams, list[list[int]]]] = []
         with wrapped_execute(llm, disturb):
             await asyncio.gather(
-                *(request(llm, oracle(name), random.Random(100 * seed + n), alone) for n in range(REQUESTS))
+                *(
+                    request(llm, oracle(name), policy, random.Random(100 * seed + n), alone)
+                    for n in range(REQUESTS)
+                )
             )
         check_books(llm)
         assert settled_stats(llm).used_blocks == 0
@@ -62,14 +66,14 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
         check_books(llm)
 
 
-async def request(llm, oracle, rng, alone):
+async def request(llm, oracle, policy, rng, alone):
     """One caller: waits, asks, reads to the end or leaves, and compares what it got."""
     await asyncio.sleep(rng.random() * 0.2)
     trunk = varied_prompt(rng.choice([5, 16, 40]), rng.randint(0, 1))
     prompt = trunk + varied_prompt(rng.randint(0, 20), rng.randint(0, 9))
     common = {
         "n": rng.choice([1, 1, 1, 3]),
-        "priority": rng.randint(0, 2),
+        "priority": rng.randint(0, 2) if policy == "priority" else 0,
         "cache_salt": rng.choice([None, "salt"]),
     }
     length = rng.randint(1, 25)
