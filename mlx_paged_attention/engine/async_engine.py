@@ -47,7 +47,11 @@ class AsyncEngine:
         self._thread_id: int | None = None
         self._started: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
         self._ended = run_on_mlx_thread(lambda: self._run(config, source, tokenizer, progress))
-        result = self._started.get()
+        try:
+            result = self._started.get()
+        except BaseException:  # interrupted: nobody will close what is being loaded
+            self._closing = True
+            raise
         if isinstance(result, BaseException):
             self._ended.wait()
             raise result
