@@ -5,6 +5,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Self
 
 from mlx_paged_attention.api.llm import Message, Prompt, make_config
@@ -14,6 +15,10 @@ from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestO
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.text.tokenizer import Tokenizer
+
+# Characters or token ids beyond which a prompt is prepared off the event loop: a megabyte of text
+# takes a second, in which every other stream would stand still.
+LONG_PROMPT = 10_000
 
 
 class AsyncLLM:
@@ -84,9 +89,17 @@ class AsyncLLM:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        group = self._engine.submit(
-            request_id, prompt, sampling_params or SamplingParams(), kind=output_kind, emit=emit
+        prepare = partial(
+            self._engine.prepare,
+            request_id,
+            prompt,
+            sampling_params or SamplingParams(),
+            kind=output_kind,
+            emit=emit,
         )
+        long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
+        group = await asyncio.to_thread(prepare) if long else prepare()
+        self._engine.start(group)
         finished = False
         try:
             while not finished:
@@ -112,7 +125,7 @@ class AsyncLLM:
         """Answer a conversation; ``template_options`` go to the model's chat template."""
         if self.tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
-        token_ids = self.tokenizer.chat_token_ids(messages, **template_options)
+        token_ids = await asyncio.to_thread(self.tokenizer.chat_token_ids, messages, **template_options)
         outputs = self.generate(token_ids, sampling_params, request_id, output_kind=output_kind)
         async with aclosing(outputs):  # closing this iterator must close, and so abort, that one
             async for output in outputs:

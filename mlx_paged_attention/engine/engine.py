@@ -100,7 +100,7 @@ class Engine:
             )
         limit = min(self.info.max_model_len, self._cache.num_usable_blocks * self.info.block_size)
         max_tokens = params.max_tokens or max(1, limit - len(token_ids))
-        sequences = []
+        sequences: list[Sequence] = []
         for index in range(params.num_sequences):
             request = Request(
                 request_id if params.num_sequences == 1 else f"{request_id}#{index}",
@@ -116,6 +116,10 @@ class Engine:
                 cache_salt=params.cache_salt,
             )
             self._scheduler.check_fits(request)
+            if self._cache.enable_caching:
+                # Here, on the caller's thread, and once for all answers: a long prompt takes a while.
+                known = sequences[0].request.block_hashes if sequences else ()
+                request.start_hashing(self._cache.hasher, known)
             sequences.append(Sequence(index, request, params, self._tokenizer))
         return RequestGroup(
             request_id, text, token_ids, params, sequences, kind=kind, arrival_time=arrival, emit=emit

@@ -53,7 +53,6 @@ class LoadedModel:
         vocab_size: width of the logits.
         max_model_len: longest context the model was made for, in tokens.
         eos_token_ids: tokens that end a generation.
-        generation_config: content of ``generation_config.json``, or empty.
         notes: what loading changed or assumed, one line each, for a person.
     """
 
@@ -65,7 +64,6 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
-    generation_config: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
 
@@ -133,7 +131,6 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
         vocab_size=_vocab_size(config, model),
         max_model_len=_max_model_len(config, notes),
         eos_token_ids=_eos_ids(raw_config, raw_config.get("text_config") or {}, generation_config),
-        generation_config=generation_config,
         notes=notes,
     )
 
@@ -175,7 +172,6 @@ def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
         vocab_size=config["vocab_size"],
         max_model_len=_max_model_len(config, notes),
         eos_token_ids=eos_token_ids(header),
-        generation_config={},
         notes=notes,
     )
 

@@ -59,7 +59,8 @@ class SamplingParams:
         presence_penalty: subtracted once from every token already in the output, [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, [-2, 2].
         seed: makes the request repeatable whatever else is in the batch; ``None`` draws one.
-        max_tokens: most tokens to generate; ``None`` is as many as the context allows.
+        max_tokens: most tokens to generate; ``None`` is as many as the context allows. An answer that
+            reaches ``max_model_len`` first ends there, with finish reason ``"length"``.
         min_tokens: no end-of-sequence or stop token id before this many.
         stop: string or strings that end the answer; not part of the text unless
             ``include_stop_str_in_output``.

@@ -138,9 +138,16 @@ class Request:
         """Order of service under the priority policy, smallest first."""
         return (self.priority, self.arrival_time, self.arrival_order)
 
-    def start_hashing(self, hasher: BlockHasher) -> None:
-        """From now on ``block_hashes`` covers every full block."""
+    def start_hashing(self, hasher: BlockHasher, known: Sequence[bytes] = ()) -> None:
+        """From now on ``block_hashes`` covers every full block; once is enough.
+
+        Args:
+            known: hashes of the first blocks, from a request that begins with the same tokens.
+        """
+        if self._hasher is not None:
+            return
         self._hasher = hasher
+        self.block_hashes = list(known)
         self._extend_hashes()
 
     def append_token(self, token_id: int) -> None:

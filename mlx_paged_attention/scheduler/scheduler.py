@@ -16,6 +16,10 @@ from mlx_paged_attention.scheduler.request import Request, RequestStatus
 from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepOutput, StepPlan
 from mlx_paged_attention.scheduler.stop import check_stop
 
+# A request that wants log-probabilities of its prompt needs logits of every prompt token it computes:
+# 256 rows of a vocabulary of 150,000 are 150 MB.
+MAX_SCORED_TOKENS = 256
+
 
 @dataclass(slots=True)
 class _Scheduled:
@@ -295,7 +299,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             start = request.num_computed_tokens
-            num_tokens = min(len(request.token_ids) - start, self._threshold, budget)
+            num_tokens = min(len(request.token_ids) - start, self._step_limit(request), budget)
             if num_tokens == 0:  # its next token has not come back yet
                 index += 1
                 continue
@@ -329,7 +333,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
             hit = manager.get_computed_blocks(request)
-            num_tokens = min(request.num_tokens - hit.num_tokens, self._threshold)
+            num_tokens = min(request.num_tokens - hit.num_tokens, self._step_limit(request))
             if num_tokens > budget and not self._chunked:
                 break
             num_tokens = min(num_tokens, budget)
@@ -351,6 +355,12 @@ class Scheduler:
             shares[request.request_id] = _Scheduled(request, num_tokens, block_ids, write_from)
             budget -= num_tokens
         return new
+
+    def _step_limit(self, request: Request) -> int:
+        """Most tokens the request computes in one step."""
+        if request.sampling.prompt_logprobs is None or not self._chunked:
+            return self._threshold
+        return min(self._threshold, MAX_SCORED_TOKENS)
 
     def _choose_victim(self) -> Request:
         if self.policy == "priority":

@@ -86,6 +86,15 @@ def test_attention_equals_dense_attention_whatever_lies_in_unused_slots(attend, 
 
 
 @PATHS
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 128)])
+def test_long_contexts_around_a_blocks_edge(attend, heads, kv_heads, head_dim):
+    case = paged_case(np.random.default_rng(7), [2047, 2048, 2049, 1], heads, kv_heads, head_dim)
+    np.testing.assert_allclose(attend(*case[:5]), dense_attention(case[0], case[5]), atol=1e-5)
+    windowed = attend(*case[:5], window=1000)
+    np.testing.assert_allclose(windowed, dense_attention(case[0], case[5], window=1000), atol=1e-5)
+
+
+@PATHS
 @pytest.mark.parametrize("window", [1, 7, 8, 16, 17, 64, 700])
 def test_a_window_holds_exactly_its_last_positions(attend, window):
     case = paged_case(np.random.default_rng(window), CONTEXTS, 8, 2, 64)

@@ -112,3 +112,14 @@ def test_min_tokens_holds_back_stop_tokens() -> None:
 def test_min_tokens_does_not_hold_back_the_models_length() -> None:
     request = make_request("r", [1], min_tokens=50, max_tokens=60)
     assert ended(request, 5, 5, max_model_len=3) == (LENGTH, None)
+
+
+def test_known_hashes_are_taken_over_and_hashing_starts_once() -> None:
+    hasher = make_manager(2, 4).hasher
+    first, second = make_request("a", range(10)), make_request("b", range(10))
+    first.start_hashing(hasher)
+    second.start_hashing(hasher, first.block_hashes)
+    assert second.block_hashes == first.block_hashes
+    assert second.block_hashes is not first.block_hashes
+    second.start_hashing(make_manager(2, 2).hasher)
+    assert len(second.block_hashes) == 2

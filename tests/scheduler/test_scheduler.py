@@ -8,6 +8,7 @@ import pytest
 from fake_runner import make_manager, make_request, reply, varied_prompt
 
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
 from mlx_paged_attention.scheduler.scheduler import Scheduler
 from mlx_paged_attention.scheduler.step_plan import RowOutput, StepOutput, StepPlan
@@ -572,3 +573,17 @@ def test_an_idle_request_preempted_ahead_of_the_list_skips_nobody() -> None:
     assert idle.status is RequestStatus.PREEMPTED
     scheduler.update(in_flight, reply(in_flight))
     assert idle.output_token_ids == [7]
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_in_bounded_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_paged_attention.scheduler.scheduler.MAX_SCORED_TOKENS", 20)
+    scheduler = make_scheduler(max_num_batched_tokens=100)
+    scored = RowSampling(temperature=0.0, prompt_logprobs=0)
+    scheduler.add_request(Request("scored", list(range(50)), scored, max_tokens=2))
+    scheduler.add_request(Request("plain", list(range(50, 100)), RowSampling(temperature=0.0), max_tokens=2))
+    first = scheduler.schedule()
+    assert [len(row.token_ids) for row in first.rows] == [20, 50]
+    assert [len(row.token_ids) for row in scheduler.schedule().rows] == [20]
+    assert [len(row.token_ids) for row in scheduler.schedule().rows] == [10]
