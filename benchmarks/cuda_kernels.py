@@ -204,8 +204,7 @@ class Case:
             q = q0
             for i in range(links):
                 table = self.tables[i % len(self.tables)]
-                out, _, _ = paged_decode(q, *self.pools, table, self.device_lens, work, scale=scale)
-                q = out.swapaxes(1, 2)
+                q, _, _ = paged_decode(q, *self.pools, table, self.device_lens, work, scale=scale)
             return q
 
         def contiguous(links: int) -> mx.array:

@@ -81,4 +81,4 @@ class KernelLayer(AttentionLayer):
             sinks=sinks,
             after=self.order.token,
         )
-        return out.swapaxes(1, 2)
+        return out

@@ -91,7 +91,7 @@ def paged_attention(
         q, k_pool, v_pool, block_tables, context_lens, work,
         scale=scale, window=window, sinks=sinks, softcap=softcap,
     )  # fmt: skip
-    return out[:, 0]
+    return out.squeeze(2)
 
 
 def plain_attention(

@@ -69,7 +69,7 @@ class Case:
             scale=self.q.shape[3] ** -0.5, window=self.window, sinks=self.sinks, softcap=self.softcap,
         )  # fmt: skip
         assert out.dtype == self.q.dtype
-        return np.array(out.astype(mx.float32)), np.array(lse)
+        return np.array(out.astype(mx.float32)).swapaxes(1, 2), np.array(lse)
 
     def expected(self):
         """The same in float64, from the values that the arrays hold."""

@@ -154,7 +154,8 @@ def test_a_work_list_covers_every_position_that_is_read_once(window, device):
         work = work_list(lens, 1, block_size=16, threadgroups_per_item=2, window=window, target=target)
         items, splits = np.array(work.items), np.array(work.splits)
         for row, context in enumerate(lens):
-            first, count = splits[row]
+            first, count, *counters = splits[row]
+            assert counters == [0, 0]
             mine = items[first : first + count]
             begin = 0 if window is None else max(0, context - window) // 16 * 16
             assert (mine[:, 0] == row).all()

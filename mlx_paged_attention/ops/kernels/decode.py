@@ -6,10 +6,14 @@ from mlx_paged_attention.ops.kernels.make import Kernel, TemplateArgument, backe
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.work_list import SIMDGROUPS, WorkList
 
-_DECODE = Kernel(
+_INPUTS = ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "params", "after")
+_DECODE = Kernel("paged_decode", _INPUTS, ("out", "lse"))
+_DECODE_AND_MERGE = Kernel(
     "paged_decode",
-    ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "params", "after"),
-    ("out", "lse"),
+    (*_INPUTS, "splits"),
+    ("out", "lse", "merged", "merged_lse"),
+    mutable=("splits",),
+    tail="merge_last.cu",
 )
 _MERGE = Kernel("merge_splits", ("parts", "lses", "splits", "sinks"), ("out", "lse"))
 
@@ -70,10 +74,12 @@ def paged_decode(
         after: the ordering token of what must have happened before, such as the writes of these keys.
 
     Returns:
-        ``[rows, queries, heads, v_head_dim]`` in ``q``'s type; the log-sum-exp of each
+        ``[rows, heads, queries, v_head_dim]`` in ``q``'s type; the log-sum-exp of each
         query's scores (sinks included), float32 ``[rows, queries, heads]``, −inf where
         there is nothing to attend to; the ordering token for what may happen only once the
         pool has been read.
+
+    Calls that share ``work`` must run one after another, as those of a model's layers do.
     """
     rows, heads, queries, head_dim = q.shape
     kv_heads, block_size, v_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
@@ -98,17 +104,33 @@ def paged_decode(
         ("SINKS", sinks is not None),
         ("SPLIT", work.split),
     ]
-    out, lse = _DECODE(
-        [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, params, after],
-        template,
-        grid=(32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
-        output_shapes=[(out_rows, queries, heads, v_dim), (out_rows, queries, heads)],
-        output_dtypes=[out_type, mx.float32],
-    )
-    if not work.split:
-        return out, lse, lse
-    return *merge_splits(out, lse, work.splits, q.dtype, sinks), lse
+    inputs = [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, params, after]
+    grid = (32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1)
+    threadgroup = (32 * SIMDGROUPS, 1, 1)
+    shapes = [_result_shape(out_rows, queries, heads, v_dim), (out_rows, queries, heads)]
+    types = [out_type, mx.float32]
+    if work.split and backend() == "cuda":
+        _, token, out, lse = _DECODE_AND_MERGE(
+            [*inputs, work.splits],
+            [*template, ("R", q.dtype)],
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[*shapes, _result_shape(rows, queries, heads, v_dim), (rows, queries, heads)],
+            output_dtypes=[*types, q.dtype, mx.float32],
+        )
+    else:
+        out, lse = _DECODE(
+            inputs, template, grid=grid, threadgroup=threadgroup, output_shapes=shapes, output_dtypes=types
+        )
+        token = lse
+        if work.split:
+            out, lse = merge_splits(out, lse, work.splits, q.dtype, sinks)
+    return out if queries == 1 else out.swapaxes(1, 2), lse, token
+
+
+def _result_shape(rows: int, queries: int, heads: int, v_dim: int) -> tuple[int, int, int, int]:
+    """Kernels write ``[rows, queries, heads, v_dim]``: with one query that is what callers want, too."""
+    return (rows, heads, 1, v_dim) if queries == 1 else (rows, queries, heads, v_dim)
 
 
 def merge_splits(
@@ -117,23 +139,25 @@ def merge_splits(
     """Merge the results over pieces of a context.
 
     Args:
-        parts: float32 ``[items, queries, heads, v_head_dim]``, each normalised by itself.
+        parts: float32 ``[items, queries, heads, v_head_dim]``, or ``[items, heads, 1, v_head_dim]`` for
+            one query, each piece normalised by itself.
         lses: float32 ``[items, queries, heads]``.
-        splits: int32 ``[rows, 2]``, each row's first item and number of items.
+        splits: int32 ``[rows, 2 or more]``, each row's first item and number of items.
         dtype: of the result.
         sinks: ``[heads]``.
 
     Returns:
-        ``[rows, queries, heads, v_head_dim]`` and its log-sum-exp ``[rows, queries, heads]``.
+        The same for each row: ``[rows, ...]`` and its log-sum-exp ``[rows, queries, heads]``.
     """
-    _, queries, heads, v_dim = parts.shape
+    _, queries, heads = lses.shape
+    v_dim = parts.shape[3]
     rows = splits.shape[0]
     out, lse = _MERGE(
         [parts, lses, splits, words() if sinks is None else sinks],
         [("T", dtype), ("H", heads), ("DV", v_dim), ("SG", SIMDGROUPS), ("SINKS", sinks is not None)],
         grid=(32 * SIMDGROUPS * heads, rows * queries, 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
-        output_shapes=[(rows, queries, heads, v_dim), (rows, queries, heads)],
+        output_shapes=[_result_shape(rows, queries, heads, v_dim), (rows, queries, heads)],
         output_dtypes=[dtype, mx.float32],
     )
     return out, lse

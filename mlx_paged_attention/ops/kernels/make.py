@@ -56,12 +56,14 @@ class Kernel:
         name: of its file under source/.
         inputs, outputs: parameter names.
         mutable: the inputs that are written in place.
+        tail: a second file whose text follows the first.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     mutable: tuple[str, ...] = ()
+    tail: str = ""
 
     def __call__(
         self,
@@ -90,7 +92,7 @@ class Kernel:
 
 @cache
 def _compiled(kernel: Kernel, signature: tuple[tuple[str, bool], ...]) -> Callable[..., list[mx.array]]:
-    body = source(f"{kernel.name}.metal")
+    body = source(f"{kernel.name}.metal") + (source(kernel.tail) if kernel.tail else "")
     text = (signature, source("cuda.h"), source("metal.h"), body)
     digest = hashlib.sha256(repr(text).encode()).hexdigest()[:12]
     name = f"paged_attention_{kernel.name}_{digest}"

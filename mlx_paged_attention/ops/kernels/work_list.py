@@ -21,7 +21,9 @@ class WorkList:
 
     Attributes:
         items: int32 ``[items, 4]``: row, first position, position after the last, 0.
-        splits: int32 ``[rows, 2]``: each row's first item and its number of items.
+        splits: int32 ``[rows, 2 + threadgroups_per_item]``: each row's first item and its number
+            of items, then a counter for each of the threadgroups that share an item, which is 0
+            unless a kernel is at work.
         split: some row has several items, so that results must be merged.
     """
 
@@ -102,4 +104,7 @@ def cut_contexts(
     items[: len(rows), 0] = rows
     items[: len(rows), 1] = start
     items[: len(rows), 2] = np.minimum(start + length[rows], ends[rows])
-    return items, np.stack([firsts, counts], axis=1).astype(np.int32)
+    splits = np.zeros((len(ends), 2 + threadgroups_per_item), np.int32)
+    splits[:, 0] = firsts
+    splits[:, 1] = counts
+    return items, splits

@@ -10,6 +10,7 @@
 #define threadgroup_barrier(flags) __syncthreads()
 #define UNROLL _Pragma("unroll")
 #define UNROLL_BY_4 _Pragma("unroll 4")
+#define ROLLED _Pragma("unroll 1")
 #define FUNC __device__ __forceinline__
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
@@ -45,6 +46,10 @@ FUNC void load_words(uint* out, const S* from) {
     out[0] = __ldg((const uint*)from);
   }
 }
+
+// The line of 128 bytes around an address, into the second-level cache.
+#define PREFETCH_LINE(address) asm volatile("prefetch.global.L2 [%0];" : : "l"(address))
+#define STEPS_AHEAD 2
 
 FUNC void copy_16_bytes(void* to, const void* from) {
   *(uint4*)to = *(const uint4*)from;

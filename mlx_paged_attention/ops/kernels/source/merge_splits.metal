@@ -6,9 +6,9 @@ const int head = int(threadgroup_position_in_grid.x);
 const int token = int(threadgroup_position_in_grid.y);  // row * queries + query
 const int lane = int(thread_index_in_simdgroup);
 const int sg = int(simdgroup_index_in_threadgroup);
-const int queries = parts_shape[1];
+const int queries = lses_shape[1];
 const int row = token / queries, query = token % queries;
-const int first = splits[row * 2], count = splits[row * 2 + 1];
+const int first = splits[row * splits_shape[1]], count = splits[row * splits_shape[1] + 1];
 const size_t stride = size_t(queries) * H;  // from a piece to the next
 const size_t start = (size_t(first) * queries + query) * H + head;
 

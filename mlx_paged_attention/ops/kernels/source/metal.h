@@ -3,6 +3,7 @@
 #define FUNC METAL_FUNC
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define UNROLL_BY_4 _Pragma("clang loop unroll_count(4)")
+#define ROLLED _Pragma("clang loop unroll(disable)")
 #define FLOAT_LOG2E 1.44269504088896340736f
 #define FLOAT_LN2 0.69314718055994530942f
 

@@ -32,10 +32,16 @@ const int row = items[item * 4];
 const int queries = q_shape[2];
 const int columns = min(COLUMNS, queries * GROUP - first_column);
 
+// Block ids are read 32 at a time, one per lane, and handed round. The first ones are asked for before
+// anything waits: few threadgroups may be at work, and what they load depends on what they loaded.
+const int width = block_tables_shape[1];
+int table_begin = items[item * 4 + 1] / BS;
+int table = block_tables[row * width + min(table_begin + int(lane), width - 1)];
+
 // What the queries of these columns may read: all of them full_begin .. full_end - 1, any of them
 // begin .. end - 1.
-int shortest = 2147483647, longest = 0;
-for (int i = first_column / GROUP; i <= (first_column + columns - 1) / GROUP; i++) {
+int shortest = context_lens[row * queries + first_column / GROUP], longest = shortest;
+ROLLED for (int i = first_column / GROUP + 1; i <= (first_column + columns - 1) / GROUP; i++) {
   const int context = context_lens[row * queries + i];
   shortest = min(shortest, context);
   longest = max(longest, context);
@@ -56,23 +62,6 @@ UNROLL for (int i = 0; i < TILES * 2; i++) {
   low[i] = WINDOW > 0 ? context - WINDOW : 0;
 }
 
-Pair<M> query_pairs[TILES][KE / 2];
-UNROLL for (int t = 0; t < TILES; t++) {
-  UNROLL for (int p = 0; p < KE / 2; p++) {
-    float x[2];
-    UNROLL for (int i = 0; i < 2; i++) {
-      const int k = right_row(lane, i);
-      const int column = first_column + t * 8 + right_column(lane, i);
-      const int dim = (2 * p / KW * 4 + k / 2) * KW + 2 * p % KW + k % 2;
-      const int query = column / GROUP, head = kv_head * GROUP + column % GROUP;
-      x[i] = query < queries ? float(q[size_t(row) * q_strides[0] + size_t(head) * q_strides[1] +
-                                       size_t(query) * q_strides[2] + size_t(dim) * q_strides[3]])
-                             : 0.0f;
-    }
-    query_pairs[t][p] = make_pair<M>(x[0], x[1]);
-  }
-}
-
 const float cap = params[1];
 const float scale = params[0] * (SOFTCAP ? 1.0f / cap : FLOAT_LOG2E);
 
@@ -86,16 +75,35 @@ UNROLL for (int t = 0; t < TILES; t++) {
   }
 }
 
-// Block ids are read 32 at a time, one per lane, and handed round.
-const int width = block_tables_shape[1];
-int table_begin = begin / BS;
-int table = block_tables[row * width + min(table_begin + int(lane), width - 1)];
+constexpr int STEP = 16 * SG;
+#ifdef PREFETCH_LINE
+// What is to be loaded some steps later is put on its way into the cache.
+constexpr int AHEAD = STEPS_AHEAD * STEP;
+#define PREFETCH_PLANE(pool, dims, from)                                                        \
+  UNROLL for (int l = 0; l < 16 * dims * int(sizeof(S)); l += 32 * 128) {                       \
+    const int byte = l + int(lane) * 128;                                                       \
+    const int at = from + byte / (dims * int(sizeof(S)));                                       \
+    const int block = shuffle(table, min(at / BS - table_begin, 31));                           \
+    if (byte < 16 * dims * int(sizeof(S))) {                                                    \
+      PREFETCH_LINE(                                                                            \
+          (const device char*)(pool + ((size_t(block) * KH + kv_head) * BS + at % BS) * dims) + \
+          byte % (dims * int(sizeof(S))));                                                      \
+    }                                                                                           \
+  }
+#define PREFETCH(from)               \
+  if (from < end) {                  \
+    PREFETCH_PLANE(k_pool, DK, from) \
+    PREFETCH_PLANE(v_pool, DV, from) \
+  }
+#else
+constexpr int AHEAD = 0;
+#endif
 
 uint key_words[2][KEY_WORDS];
 int blocks[2];
 int position = begin + 16 * sg;
 #define LOAD_KEYS                                                                               \
-  if ((position + 8) / BS - table_begin >= 32) {                                                \
+  if ((position + 8 + AHEAD) / BS - table_begin >= 32) {                                        \
     table_begin = position / BS;                                                                \
     table = block_tables[row * width + min(table_begin + int(lane), width - 1)];                \
   }                                                                                             \
@@ -111,6 +119,38 @@ int position = begin + 16 * sg;
 
 if (position < end) {
   LOAD_KEYS
+}
+#ifdef PREFETCH_LINE
+UNROLL for (int i = 1; i <= STEPS_AHEAD; i++) PREFETCH(position + i * STEP)
+#endif
+
+// Addresses are simple where a query's elements lie side by side, as they nearly always do.
+Pair<M> query_pairs[TILES][KE / 2];
+#define LOAD_QUERIES(dim_stride)                                                                      \
+  UNROLL for (int t = 0; t < TILES; t++) {                                                            \
+    size_t from[2];                                                                                   \
+    bool exists[2];                                                                                   \
+    UNROLL for (int i = 0; i < 2; i++) {                                                              \
+      const int column = first_column + t * 8 + right_column(lane, i);                                \
+      const int query = column / GROUP, head = kv_head * GROUP + column % GROUP;                      \
+      exists[i] = query < queries;                                                                    \
+      from[i] = size_t(row) * q_strides[0] + size_t(head) * q_strides[1] +                            \
+                size_t(min(query, queries - 1)) * q_strides[2] +                                      \
+                size_t((right_row(lane, i) / 2 * KW + right_row(lane, i) % 2) * dim_stride);          \
+    }                                                                                                 \
+    UNROLL for (int p = 0; p < KE / 2; p++) {                                                         \
+      float x[2];                                                                                     \
+      UNROLL for (int i = 0; i < 2; i++) {                                                            \
+        const size_t at = from[i] + size_t((2 * p / KW * 4 * KW + 2 * p % KW) * dim_stride);          \
+        x[i] = exists[i] ? float(q[at]) : 0.0f;                                                       \
+      }                                                                                               \
+      query_pairs[t][p] = make_pair<M>(x[0], x[1]);                                                   \
+    }                                                                                                 \
+  }
+if (q_strides[3] == 1) {
+  LOAD_QUERIES(1)
+} else {
+  LOAD_QUERIES(q_strides[3])
 }
 
 while (position < end) {
@@ -137,10 +177,13 @@ while (position < end) {
 
   // The next keys are on their way while these are worked on.
   const int here = position;
-  position += 16 * SG;
+  position += STEP;
   if (position < end) {
     LOAD_KEYS
   }
+#ifdef PREFETCH_LINE
+  PREFETCH(position + AHEAD)
+#endif
 
   const bool edge = here < full_begin || here + 16 > full_end;
   if (edge) {
