@@ -1,0 +1,173 @@
+"""make_paged_cache: the paged pool as a cache for mlx-lm's own generation, without the engine."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
+from mlx_paged_attention.models.forward import ForwardContext
+from mlx_paged_attention.models.kv_spec import observe_kv_specs
+from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
+from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.layer import AttentionLayer
+from mlx_paged_attention.runner.kv_pool import make_pool
+from mlx_paged_attention.runner.self_check import TOLERANCE, mlx_lm_logits
+
+# A chunk, a long chunk behind it, tokens: the paths that a sequence takes.
+_CHECK = (5, 19, 1, 1)
+
+
+class PagedKVCache(PagedLayerCache):
+    """One layer's cache of one sequence, in the place of mlx-lm's ``KVCache``."""
+
+    def __init__(self, layer: AttentionLayer, sequence: "_Sequence", *, dense: bool) -> None:
+        super().__init__(layer, sequence, dense=dense)
+        self._sequence = sequence
+        self._length = 0
+
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        """Tokens that the layer holds."""
+        return self._length
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rows, _, length, _ = keys.shape
+        if rows != 1:
+            raise InvalidRequestError(f"a paged cache holds one sequence, not {rows}: make one for each")
+        self._sequence.begin(self._length, length)
+        self._length += length
+        return super().update_and_fetch(keys, values)
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        out = super().attend(queries, scale, sinks)
+        self.settle()
+        return out
+
+    def make_mask(
+        self, queries: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        self._sequence.begin(self._length, queries)
+        return super().make_mask(queries, return_array, window_size)
+
+    def size(self) -> int:
+        return self._length
+
+    def empty(self) -> bool:
+        return self._length == 0
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forget the last ``n`` tokens, or all if there are fewer; how many were forgotten."""
+        n = min(self._length, n)
+        self._length -= n
+        return n
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        raise TypeError("a paged cache is written in place, so a copy would share it: make another one")
+
+
+class _Sequence(ForwardContext):
+    """Where the tokens of the one sequence are: its blocks are those of the pool, in order."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
+        super().__init__()
+        self._table = np.arange(1, num_blocks, dtype=np.int32)
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+
+    def begin(self, start: int, length: int) -> None:
+        """The next forward computes the tokens from ``start`` on; nothing if it has begun already."""
+        batch, size = self.batch, self._block_size
+        if batch is not None and (int(batch.starts[0]), batch.queries) == (start, length):
+            return
+        end = start + length
+        if end > self._max_tokens:
+            raise RequestTooLongError(
+                f"the paged cache holds {self._max_tokens} tokens, and {end} are needed: "
+                "give make_paged_cache a larger max_tokens"
+            )
+        self.batch = AttentionBatch(
+            starts=np.array([start], np.int32),
+            queries=length,
+            slots=size + np.arange(start, end),
+            block_tables=self._table[None, : -(-end // size)],
+            block_size=size,
+        )
+
+
+def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: int = 16) -> list[PagedKVCache]:
+    """A cache for ``mlx_lm.generate(..., prompt_cache=...)`` that keeps keys and values in blocks.
+
+    Takes the place of mlx-lm's ``make_prompt_cache``: on a GPU the project's kernels write new
+    tokens in place, and attention reads them where they lie. Before it is handed out, the cache has
+    shown on a short text that the model computes with it what it computes with mlx-lm's own.
+
+    Args:
+        model: of ``mlx_lm.load``.
+        max_tokens: most tokens it can hold, prompt and answer. Their memory is taken now.
+        block_size: tokens per block.
+
+    Returns:
+        One cache per layer, for one sequence. Trimming is exact, windows included.
+
+    Raises:
+        UnsupportedModelError: the model keeps something else than keys and values, or does not
+            compute the same.
+        InvalidRequestError: a number is below 1.
+    """
+    for name, value in (("max_tokens", max_tokens), ("block_size", block_size)):
+        if value < 1:
+            raise InvalidRequestError(f"{name} must be at least 1, not {value}", name)
+    specs = observe_kv_specs(model, block_size=block_size)
+    rebind_attention()
+    failures = []
+    for dense in (False, True):
+        try:
+            error = _error(model, _caches(specs, sum(_CHECK), dense=dense))
+        except Exception as exception:  # whatever model code raises is the verdict
+            failures.append(f"{type(exception).__name__}: {exception}")
+            continue
+        if error <= TOLERANCE[specs[0].planes[0].dtype]:
+            return _caches(specs, max_tokens, dense=dense)
+        failures.append(f"off by {error:.2g} standard deviations")
+    raise UnsupportedModelError(
+        "the model does not compute on a paged cache what it computes in mlx_lm "
+        f"({'; '.join(failures)}); use mlx_lm's make_prompt_cache for it"
+    )
+
+
+def _caches(specs: Sequence[LayerKVSpec], max_tokens: int, *, dense: bool) -> list[PagedKVCache]:
+    block_size = specs[0].planes[0].shape[1]
+    num_blocks = 1 + -(-max_tokens // block_size)
+    # The loop that reads host memory is made for float32, and for machines without a GPU.
+    on_host = (
+        mx.default_device() == mx.Device(mx.cpu)
+        and all(plane.dtype == "float32" for spec in specs for plane in spec.planes)
+        and importlib.util.find_spec("numba") is not None
+    )
+    pool = make_pool(specs, num_blocks, host=on_host)
+    sequence = _Sequence(num_blocks, block_size, max_tokens)
+    return [PagedKVCache(layer, sequence, dense=dense) for layer in pool.layers]
+
+
+def _error(model: nn.Module, caches: list[PagedKVCache]) -> float:
+    """Largest difference of logits to mlx-lm's, in standard deviations."""
+    tokens = [(37 * i * i + 101 * i + 3) % 97 for i in range(sum(_CHECK))]
+    reference = mlx_lm_logits(model, tokens)
+    logits, begin = [], 0
+    for length in _CHECK:
+        output: Any = model(mx.array([tokens[begin : begin + length]]), cache=caches)
+        settled = [cache.settle() for cache in caches]  # every cache must be
+        if not all(settled):
+            raise UnsupportedModelError("a layer fetched keys but never attended with them")
+        logits.append(np.array(output[0].astype(mx.float32)))
+        begin += length
+    difference = float(np.abs(np.concatenate(logits) - reference).max() / max(reference.std(), 1e-6))
+    return difference if np.isfinite(difference) else np.inf
