@@ -5,6 +5,10 @@ import mlx.core as mx
 # Where MLX's attention is not fused it holds [heads, queries, keys] scores: keep them below this.
 MAX_SCORES_BYTES = 256 << 20
 
+# On CUDA MLX makes a plan for every new pair of lengths, which takes a tenth of a second, and keeps
+# few of them. There queries and keys are padded to begin and end at multiples of this.
+ALIGNED = 128
+
 
 def chunk_attention(
     queries: mx.array,
@@ -26,6 +30,46 @@ def chunk_attention(
     Returns:
         ``[1, heads, L, v_head_dim]``.
     """
+    if mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu):
+        return _aligned(queries, keys, values, start, scale, window, sinks)
+    return _sliced(queries, keys, values, start, scale, window, sinks)
+
+
+def _aligned(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    start: int,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """As ``_sliced``, with rows before and after the chunk's: what is after no query of it sees."""
+    length = queries.shape[2]
+    before, after = start % ALIGNED, -(start + length) % ALIGNED
+    behind = [(0, 0), (0, 0), (0, after), (0, 0)]
+    out = _sliced(
+        mx.pad(queries, [(0, 0), (0, 0), (before, after), (0, 0)]),
+        mx.pad(keys, behind),
+        mx.pad(values, behind),
+        start - before,
+        scale,
+        window,
+        sinks,
+    )
+    return out[:, :, before : before + length]
+
+
+def _sliced(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    start: int,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """In slices of as many queries as the memory for scores allows."""
     heads, length = queries.shape[1], queries.shape[2]
     most = max(1, MAX_SCORES_BYTES // (4 * heads * (start + length)))
     pieces = []

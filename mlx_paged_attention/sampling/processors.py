@@ -80,9 +80,10 @@ def _collect(rows: Sequence[SamplingRow], vocab: int) -> tuple[_Updates, _Update
                 penalties.append((start + ids, repetition, subtracted.astype(np.float32)))
         if row.allowed_ids is not None:
             allowed.append((start + row.allowed_ids, np.array([index], np.int32)))
-        ids_banned = np.unique(np.array(row.banned_ids(), np.int32))
-        if len(ids_banned) and not _all_banned(row.allowed_ids, ids_banned, vocab):
-            banned.append((start + ids_banned,))
+        if forbidden := row.banned_ids():
+            ids_banned = np.unique(np.array(forbidden, np.int32))
+            if not _all_banned(row.allowed_ids, ids_banned, vocab):
+                banned.append((start + ids_banned,))
     return bias, penalties, allowed, banned
 
 

@@ -51,6 +51,24 @@ def test_each_query_sees_the_positions_up_to_its_own(length, start, window, v_di
     np.testing.assert_allclose(out, dense(q, k, v, start, window, None, 0.3), atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 7, 16, 64])
+@pytest.mark.parametrize(("length", "start"), [(16, 0), (1, 0), (40, 0), (17, 1), (40, 23), (5, 64), (8, 8)])
+def test_padding_to_few_lengths_changes_nothing(monkeypatch, length, start, window):
+    monkeypatch.setattr(chunk, "ALIGNED", 16)
+    lengths = set()
+    sliced = chunk._sliced
+
+    def recorded(queries, keys, *rest):
+        lengths.update((queries.shape[2] % 16, keys.shape[2] % 16))
+        return sliced(queries, keys, *rest)
+
+    monkeypatch.setattr(chunk, "_sliced", recorded)
+    q, k, v = case(length, start)
+    out = chunk._aligned(*(mx.array(x) for x in (q, k, v)), start, 0.3, window, None)
+    np.testing.assert_allclose(np.array(out), dense(q, k, v, start, window, None, 0.3), atol=1e-5)
+    assert lengths == {0}
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_sinks_take_their_share(window):
     q, k, v = case(20, 11)
