@@ -23,6 +23,7 @@ from mlx_paged_attention.engine.engine import Engine
 from mlx_paged_attention.engine.loading import load_engine
 from mlx_paged_attention.models.source import resolve
 from mlx_paged_attention.runner import model_runner
+from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.scheduler.scheduler import Scheduler
 
@@ -51,7 +52,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (Engine, "_report", OUTPUT),
     (model_runner.ModelRunner, "_admit", BATCH),
     (model_runner.ModelRunner, "_wanted", BATCH),
-    (model_runner.ModelRunner, "_call_model", GRAPH),
+    (ModelHost, "forward", GRAPH),
     (model_runner, "launch", SAMPLING),
     (host.HostLayer, "write", WRITE),
     (host.HostLayer, "attend_in_place", HAND_OVER),

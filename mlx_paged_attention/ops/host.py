@@ -47,7 +47,7 @@ class HostLayer(AttentionLayer):
 
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         mx.eval(keys, values)
-        blocks, offsets = np.divmod(batch.slots, batch.block_size)
+        blocks, offsets = batch.block_slots
         for plane, new in ((self.k, keys), (self.v, values)):
             plane[blocks, :, offsets] = _token_rows(new)
 

@@ -1,5 +1,6 @@
 """Attention of a run of consecutive queries on the CPU: two matrix products around one softmax."""
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +23,9 @@ def attend_run(
     """Attention of one sequence's tokens at positions ``start``, ``start + 1``, ..., written to ``out``.
 
     The context is gathered once for all queries, and a group's query heads share one product with
-    it, so that a long context costs what its multiplications cost. Scores stay below
-    ``MAX_SCORES_BYTES`` by slicing queries.
+    it, so that a long context costs what its multiplications cost. They are MLX's: numpy brings a
+    BLAS of its own, whose threads would fight with those that MLX's last product left spinning.
+    Scores stay below ``MAX_SCORES_BYTES`` by slicing queries.
 
     Args:
         q: ``[n, heads, head_dim]``.
@@ -47,9 +49,12 @@ def attend_run(
         gather_positions(v_pool, table, first, values)
         part = q[low:high].reshape(high - low, kv_heads, group, head_dim)
         grouped = part.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)
-        scores = grouped @ keys.transpose(0, 2, 1)
-        causal_softmax(
-            scores, group, start + low + 1 - first, np.float32(scale), window or 0, np.float32(0), sinks
-        )
-        mixed = (scores @ values).reshape(kv_heads, high - low, group, v_dim)
+        scores = mx.array(grouped) @ mx.array(keys).swapaxes(1, 2)
+        mx.eval(scores)
+        weights = np.array(scores, copy=False)  # the same memory: softmax happens in it
+        end = start + low + 1 - first
+        causal_softmax(weights, group, end, np.float32(scale), window or 0, np.float32(0), sinks)
+        product = scores @ mx.array(values)
+        mx.eval(product)
+        mixed = np.array(product, copy=False).reshape(kv_heads, high - low, group, v_dim)
         out[low:high] = mixed.transpose(1, 0, 2, 3).reshape(high - low, heads, v_dim)

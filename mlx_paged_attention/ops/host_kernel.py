@@ -17,6 +17,8 @@ F32 = NDArray[np.float32]
 # Reassociation lets the compiler vectorise sums. Infinities and NaN keep their meaning: the
 # running maximum starts at -inf, and slots outside a context may hold anything.
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
+# Multiplications below which waking other threads, some 50 microseconds, costs more than it saves.
+SERIAL_WORK = 1_000_000
 _LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -39,7 +41,6 @@ def _exp(x: Any) -> Any:
     return p * (np.int32((np.int32(k) + 127) << 23)).view(np.float32)
 
 
-@numba.njit(parallel=True, fastmath=_FAST, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def attend_rows(
     q: F32,
     k_pool: F32,
@@ -68,6 +69,26 @@ def attend_rows(
     Softmax is computed online, block by block (Milakov & Gimelshein 2018,
     https://arxiv.org/abs/1805.02867).
     """
+    work = int(context_lens.sum()) * q.shape[1] * q.shape[2]
+    # The first call compiles the parallel loop however small it is: no request should wait for that.
+    serial = work < SERIAL_WORK and _parallel.signatures
+    loop = _serial if serial else _parallel
+    loop(q, k_pool, v_pool, block_tables, context_lens, queries_per_row, scale, window, softcap, sinks, out)
+
+
+def _attend_rows(
+    q: F32,
+    k_pool: F32,
+    v_pool: F32,
+    block_tables: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    queries_per_row: int,
+    scale: Any,
+    window: int,
+    softcap: Any,
+    sinks: F32,
+    out: F32,
+) -> None:
     n, heads, head_dim = q.shape
     kv_heads, block_size = k_pool.shape[1], k_pool.shape[2]
     v_dim = v_pool.shape[3]
@@ -130,6 +151,10 @@ def attend_rows(
             norm = np.float32(1) / total[g] if total[g] > 0 else np.float32(0)
             for d in range(v_dim):
                 out[row, head + g, d] = acc[g, d] * norm
+
+
+_serial = numba.njit(fastmath=_FAST, cache=True, error_model="numpy")(_attend_rows)
+_parallel = numba.njit(parallel=True, fastmath=_FAST, cache=True, error_model="numpy")(_attend_rows)
 
 
 @numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
