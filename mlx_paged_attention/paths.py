@@ -14,12 +14,13 @@ def cache_dir() -> Path:
     Raises:
         OSError: the directory cannot be created.
     """
-    path = _location()
+    path = cache_location()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
-def _location() -> Path:
+def cache_location() -> Path:
+    """Where :func:`cache_dir` is or would be."""
     if chosen := os.environ.get("MLX_PAGED_CACHE"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":

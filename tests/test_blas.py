@@ -105,6 +105,21 @@ def test_a_cache_that_cannot_be_written_gets_one_warning(tmp_path):
     out, err = run(STATUS, MLX_PAGED_CACHE=str(tmp_path / "file" / "below"))
     assert "loaded=False" in out
     assert err.count("RuntimeWarning") == 1
+    assert f"{tmp_path / 'file' / 'below'} cannot be used" in err
+    assert "set MLX_PAGED_CACHE" in err
+    assert "pip install" not in err
+
+
+def test_a_copy_that_cannot_be_loaded_gets_one_warning_that_says_where_it_is(tmp_path):
+    version = importlib.metadata.version("scipy-openblas32")
+    directory = tmp_path / f"openblas-{version}"
+    directory.mkdir()
+    (directory / "libopenblas.so").write_text("no library")
+    out, err = run(STATUS, MLX_PAGED_CACHE=str(tmp_path))
+    assert "loaded=False" in out
+    assert err.count("RuntimeWarning") == 1
+    assert f"remove {directory}" in err
+    assert "pip install" not in err
 
 
 def test_a_failing_patchelf_gets_one_warning_with_its_words(tmp_path):

@@ -98,6 +98,12 @@ def test_every_public_name_can_be_imported():
         assert getattr(mlx_paged_attention, name).__name__ == name
 
 
+def test_the_public_names_are_listed_before_they_are_used():
+    code = "import mlx_paged_attention as m; print(set(m.__all__) - set(dir(m)), dir(m) == sorted(dir(m)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set() True\n"
+
+
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         mlx_paged_attention.Nonsense  # noqa: B018

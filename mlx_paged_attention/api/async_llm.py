@@ -8,9 +8,9 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Self
 
-from mlx_paged_attention.api.llm import Message, Prompt, make_config
+from mlx_paged_attention.api.llm import Message, Prompt, checked_params, make_config
 from mlx_paged_attention.api.start import start_engine
-from mlx_paged_attention.engine.group import OutputKind
+from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -37,6 +37,7 @@ class AsyncLLM:
         self._engine = started.engine
         self.tokenizer: Tokenizer | None = started.tokenizer
         self.generation_config = started.generation_config
+        self._running: set[RequestGroup] = set()
         self._finalizer = weakref.finalize(self, started.engine.close)
 
     @property
@@ -93,13 +94,14 @@ class AsyncLLM:
             self._engine.prepare,
             request_id,
             prompt,
-            sampling_params or SamplingParams(),
+            checked_params(sampling_params),
             kind=output_kind,
             emit=emit,
         )
         long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
         group = await asyncio.to_thread(prepare) if long else prepare()
         self._engine.start(group)
+        self._running.add(group)
         finished = False
         try:
             while not finished:
@@ -110,6 +112,7 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
+            self._running.discard(group)
             if not finished:
                 self._engine.abort(group)
 
@@ -134,6 +137,12 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish reason ``"abort"``."""
         self._engine.abort(request_id)
+
+    def abort_all(self) -> int:
+        """End every request that an iterator waits for, as :meth:`abort` does; how many these are."""
+        for group in self._running:
+            self._engine.abort(group)
+        return len(self._running)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing done, while requests run."""

@@ -3,11 +3,12 @@
 import queue
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from tqdm.auto import tqdm
 
+from mlx_paged_attention.api.report import counted
 from mlx_paged_attention.api.start import start_engine
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
@@ -72,8 +73,7 @@ class LLM:
                 nothing has been run.
             RequestFailedError, EngineDeadError: a step raised.
         """
-        single = isinstance(prompts, str) or _is_token_ids(prompts)
-        many: list[Any] = [prompts] if single else list(prompts)
+        many = _several(prompts)
         params = _one_each(sampling_params, len(many))
         results: queue.SimpleQueue[tuple[int, RequestOutput | Exception]] = queue.SimpleQueue()
         groups = []
@@ -117,9 +117,14 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+            raise InvalidRequestError(
+                f"messages must be a list of messages, or a list of such lists, not {_type(messages)}",
+                "messages",
+            )
         if not messages:
             raise InvalidRequestError("there are no messages to answer", "messages")
-        single = isinstance(messages[0], dict)
+        single = isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
         prompts = [self.tokenizer.chat_token_ids(one, **template_options) for one in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -157,19 +162,48 @@ def make_config(model: str | None, options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(model=model, **options)
 
 
-def _is_token_ids(prompts: Any) -> bool:
-    return bool(prompts) and isinstance(prompts[0], int | float)
+def checked_params(params: Any) -> SamplingParams:
+    """The parameters, or the defaults for ``None``.
 
-
-def _one_each(params: Params | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
+    Raises:
+        InvalidRequestError: something else than ``SamplingParams``.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
-            f"{len(params)} sampling_params for {count} prompts; give one for all or one for each",
-            "sampling_params",
+            f"sampling_params must be a SamplingParams, not {_type(params)}", "sampling_params"
         )
     return params
+
+
+def _several(prompts: Any) -> list[Any]:
+    """One prompt or several, as several; the engine checks each of them."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            "prompts must be a string, a list of token ids, or a list of strings or of lists of token ids, "
+            f"not {_type(prompts)}",
+            "prompt",
+        )
+    single = len(prompts) > 0 and isinstance(prompts[0], int | float)
+    return [prompts] if single else list(prompts)
+
+
+def _one_each(params: Any, count: int) -> list[SamplingParams]:
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        return [checked_params(params)] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params for {counted(count, 'prompt')}; give one for all or one for each",
+            "sampling_params",
+        )
+    return [checked_params(one) for one in params]
+
+
+def _type(value: object) -> str:
+    return type(value).__name__
 
 
 def _numbered(

@@ -62,7 +62,7 @@ def plan_pool(
 
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
-        _check_budget(num_blocks * bytes_per_block, free_memory, "num_blocks", num_blocks)
+        check_budget(num_blocks * bytes_per_block, free_memory, "num_blocks", num_blocks)
     elif config.kv_memory is not None:
         num_blocks = config.kv_memory // bytes_per_block
         if num_blocks < 2:
@@ -71,7 +71,7 @@ def plan_pool(
                 f"({size} tokens each); give at least {2 * bytes_per_block}",
                 "kv_memory",
             )
-        _check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
+        check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
     else:
         wanted = 1 + max_num_seqs * -(-max_model_len // size)
         num_blocks = min(wanted, free_memory // 4 // bytes_per_block)
@@ -95,10 +95,11 @@ def plan_pool(
     return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, (num_blocks - 1) / per_request, notes)
 
 
-def _check_budget(pool_bytes: int, free_memory: int, name: str, value: int) -> None:
+def check_budget(pool_bytes: int, free_memory: int, name: str, value: int) -> None:
+    """Refuse a pool that the machine has no memory for, named by the field that asks for it."""
     if pool_bytes > free_memory:
         raise InvalidRequestError(
             f"{name} ({value}) asks for a pool of {pool_bytes // MIB} MiB, "
-            f"but only {free_memory // MIB} MiB of memory are free beside the weights",
+            f"but only {free_memory // MIB} MiB of memory are free",
             name,
         )

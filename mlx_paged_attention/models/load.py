@@ -21,17 +21,15 @@ from mlx_paged_attention.models.gguf import (
     weights_from_gguf,
 )
 from mlx_paged_attention.models.gguf_header import GGUFHeader
-from mlx_paged_attention.models.source import ModelSource, checked_gguf_header, read_json, weight_files
-
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
+from mlx_paged_attention.models.source import (
+    ASSUMED_CONTEXT,
+    ModelSource,
+    checked_gguf_header,
+    context_length,
+    read_json,
+    weight_files,
 )
-_ASSUMED_CONTEXT = 4096
+
 _EXPANDED = "the {} weights were expanded to float32, which is faster on a CPU"
 _KEPT = (
     "the {} weights stay packed, with float32 arithmetic, since expanding them takes {:.1f} GB and "
@@ -315,12 +313,10 @@ def _vocab_size(config: dict[str, Any], model: nn.Module) -> int:
 
 
 def _max_model_len(config: dict[str, Any], notes: list[str]) -> int:
-    for holder in (config, config.get("text_config") or {}):
-        for key in _CONTEXT_KEYS:
-            if isinstance(length := holder.get(key), int) and length > 0:
-                return length
-    notes.append(f"the configuration states no context length: {_ASSUMED_CONTEXT} tokens are assumed")
-    return _ASSUMED_CONTEXT
+    length = context_length(config)
+    if length is None:
+        notes.append(f"the configuration states no context length: {ASSUMED_CONTEXT} tokens are assumed")
+    return length or ASSUMED_CONTEXT
 
 
 def _eos_ids(*configs: dict[str, Any]) -> list[int]:

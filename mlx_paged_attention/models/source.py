@@ -1,7 +1,10 @@
 """From what a person calls a model to files on this machine, checked as far as possible without MLX."""
 
+import ast
+import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +17,15 @@ from mlx_paged_attention.models.gguf_header import LOADABLE_TYPES, GGUFHeader, r
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_SAFETENSORS_HEADER = 100_000_000  # the format's own limit
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
+ASSUMED_CONTEXT = 4096  # tokens, where a configuration states none
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +47,16 @@ def resolve(model: str | None, *, progress: bool = True) -> ModelSource:
     """Find or fetch a model, and check that its files are whole.
 
     Args:
-        model: a directory, a ``.gguf`` file, a Hugging Face repo id; ``None`` is the default model.
+        model: a directory, a ``.gguf`` file, a Hugging Face repo id; ``None`` or ``""`` is the
+            default model.
         progress: show progress bars (on stderr) while fetching.
 
     Raises:
         ModelLoadError: it cannot be found or fetched, or its files are incomplete.
-        UnsupportedModelError: it wants to run its own Python, or has a number format that
-            cannot be loaded.
+        UnsupportedModelError: its architecture is unknown, it wants to run its own Python, or has
+            a number format that cannot be loaded.
     """
-    if model is None:
+    if not model:
         source = ModelSource("gguf", fetch_default_model(progress=progress), DEFAULT_MODEL_NAME)
     else:
         source = _named(model, progress)
@@ -55,7 +68,10 @@ def resolve(model: str | None, *, progress: bool = True) -> ModelSource:
 
 
 def _named(model: str, progress: bool) -> ModelSource:
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # "~nobody": a home that does not exist
+        path = Path(model)
     if path.is_dir():
         return ModelSource("directory", path, path.resolve().name)
     if path.is_file():
@@ -64,6 +80,10 @@ def _named(model: str, progress: bool) -> ModelSource:
         return ModelSource("gguf", path, path.stem)
     if path.suffix.lower() == ".gguf":
         raise ModelLoadError(f"there is no file {model}")
+    if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
+        raise ModelLoadError(
+            f"{model} does not exist; give a directory, a .gguf file or a Hugging Face repo id"
+        )
     if not _REPO_ID.fullmatch(model):
         raise ModelLoadError(f"{model!r} is neither a directory, a .gguf file nor a Hugging Face repo id")
     return ModelSource("directory", _download(model, progress), model)
@@ -117,6 +137,8 @@ def check_directory(path: Path) -> None:
         )
     if "model_type" not in config:
         raise ModelLoadError(f"{path / 'config.json'} names no model_type")
+    if not _is_known(model_type := config["model_type"]):
+        raise UnsupportedModelError(f"{path}: the installed mlx-lm does not know model type {model_type!r}")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -128,6 +150,49 @@ def check_directory(path: Path) -> None:
             raise ModelLoadError(f"{path} lacks {shown}, which its index names: download it again")
     for shard in weight_files(path):
         _check_safetensors(shard)
+
+
+def _is_known(model_type: Any) -> bool:
+    """Whether mlx-lm has the architecture, read off its files: importing it would start MLX."""
+    spec = importlib.util.find_spec("mlx_lm")
+    if spec is None or spec.origin is None:
+        return True  # not installed: whoever loads the model finds out
+    home = Path(spec.origin).parent
+    if f"{model_type}.py" in {path.name for path in (home / "models").iterdir()}:
+        return True
+    others = _other_names((home / "utils.py").read_text(encoding="utf-8"))
+    return not others or model_type in others
+
+
+def _other_names(program: str) -> list[str]:
+    """The keys of mlx-lm's tables ``{"mistral": "llama"}`` and ``{("name", "architecture"): "module"}``.
+
+    Empty if there are no such tables any more.
+    """
+    names = []
+    for node in ast.parse(program).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_REMAPPING"):
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
+            names += [key.elts[0] if isinstance(key, ast.Tuple) else key for key in keys]
+    return [name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str)]
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest context that a ``config.json`` states, in tokens."""
+    for holder in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            if isinstance(length := holder.get(key), int) and length > 0:
+                return length
+    return None
+
+
+def stated_context(source: ModelSource) -> int | None:
+    """The longest context that a model's files state, in tokens; read without loading it."""
+    if source.kind == "directory":
+        return context_length(read_json(source.path / "config.json"))
+    metadata = read_gguf_header(source.path).metadata
+    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -23,4 +23,8 @@ class AsyncLLM(FakeLLM):
 
 
 home.AsyncLLM = AsyncLLM  # type: ignore[assignment,misc]
+if "serve" in sys.argv:
+    from mlx_paged_attention.api.server import graceful
+
+    graceful.GRACE_SECONDS = 0.5
 sys.exit(cli.run(sys.argv[2:]))

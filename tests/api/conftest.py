@@ -1,6 +1,7 @@
 """Servers to test against: in process, and on a real socket."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,9 +11,20 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from cli_run import Started
 from fake_llm import FakeLLM
 
 from mlx_paged_attention.api.server.app import create_app
+
+
+@pytest.fixture
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line runs on ``Started``, in an environment without settings of ours."""
+    monkeypatch.setattr("mlx_paged_attention.api.async_llm.AsyncLLM", Started)
+    monkeypatch.setattr(Started, "last", None)
+    for name in os.environ:
+        if name.startswith("MLX_PAGED_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

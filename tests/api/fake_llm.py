@@ -66,6 +66,7 @@ class FakeLLM:
         fail_after: tokens after which the engine dies.
         active: requests that are being answered.
         aborted: how many were ended by their reader.
+        ending: all are being ended, by ``abort_all``.
         params: the sampling parameters of every request, in order.
     """
 
@@ -87,6 +88,7 @@ class FakeLLM:
         self.dead_reason: str | None = None
         self.active: set[str] = set()
         self.aborted = 0
+        self.ending = False
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.closed = False
@@ -126,6 +128,10 @@ class FakeLLM:
 
     async def abort(self, request_id: str) -> None:
         self.active.discard(request_id)
+
+    def abort_all(self) -> int:
+        self.ending = True
+        return len(self.active)
 
     async def chat(
         self,
@@ -203,7 +209,8 @@ class FakeLLM:
             if self.fail_after is not None and length > self.fail_after:
                 self.dead_reason = "scripted failure"
             self._require_alive()
-            done = length == count
+            done = length == count or self.ending
+            reason = "abort" if self.ending else "stop" if ends else "length"
             answers = []
             for index in range(params.n):
                 tokens = [ord(str(index)), *script[1:length]]
@@ -215,7 +222,7 @@ class FakeLLM:
                         logprobs=None
                         if params.logprobs is None
                         else [_entries(token, params.logprobs) for token in tokens],
-                        finish_reason=("stop" if ends else "length") if done else None,
+                        finish_reason=reason if done else None,
                     )
                 )
             yield RequestOutput(
@@ -228,6 +235,8 @@ class FakeLLM:
                 finished=done,
                 prompt_logprobs=prompt_logprobs,
             )
+            if done:
+                return
 
     def _shown(self, output: RequestOutput, kind: str) -> RequestOutput:
         if kind != "delta":

@@ -91,6 +91,9 @@ async def test_defaults_apply_and_an_id_is_drawn(llm):
         ([], InvalidRequestError, "empty"),
         ("text", InvalidRequestError, "no tokenizer"),
         ([1] * 9000, RequestTooLongError, "9000 tokens"),
+        (None, InvalidRequestError, "a prompt must be .* not NoneType"),
+        ({"prompt": "x"}, InvalidRequestError, "a prompt must be .* not dict"),
+        ([None], InvalidRequestError, "integer token ids, not None"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_before_anything_runs(llm, prompt, kind, message):
@@ -98,6 +101,11 @@ async def test_what_cannot_be_served_is_refused_before_anything_runs(llm, prompt
     with pytest.raises(kind, match=message):
         await collect(llm.generate(prompt))
     assert llm.stats().steps == steps
+
+
+async def test_parameters_of_another_type_are_refused(llm):
+    with pytest.raises(InvalidRequestError, match=r"sampling_params must be .* not dict"):
+        await collect(llm.generate(PROMPT, {"temperature": 0}))
 
 
 async def test_chat_without_a_tokenizer_is_refused(llm):
@@ -138,6 +146,19 @@ async def test_abort_ends_the_stream_with_what_there_is(llm):
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert 3 <= len(outputs[-1].outputs[0].token_ids) < LONG
     await llm.abort("r")
+    await wait_until_idle(llm)
+
+
+async def test_abort_all_ends_every_stream_with_what_there_is(llm):
+    streams = [llm.generate(varied_prompt(10, seed), greedy(LONG)) for seed in range(3)]
+    for stream in streams:
+        await anext(stream)
+    assert llm.abort_all() == 3
+    for stream in streams:
+        last = (await collect(stream))[-1]
+        assert last.finished
+        assert last.outputs[0].finish_reason == "abort"
+    assert llm.abort_all() == 0
     await wait_until_idle(llm)
 
 

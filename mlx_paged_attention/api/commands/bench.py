@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, flag_names, say
+from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, say
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import InvalidRequestError
 
@@ -92,16 +92,15 @@ def bench(
     from mlx_paged_attention.bench.session import run_bench
     from mlx_paged_attention.bench.settings import FULL, QUICK
 
-    with flag_names():
-        settings = replace(
-            FULL if full else QUICK, **{name: value for name, value in given.items() if value is not None}
-        )
-        if output_json is not None:
-            _require_writable(output_json)
-        if plot is not None:
-            plots.require_matplotlib()
-            plot.mkdir(parents=True, exist_ok=True)
-        report = run_bench(config, settings, mlx_lm=mlx_lm, llama_cpp=llama_cpp, progress=say)
+    settings = replace(
+        FULL if full else QUICK, **{name: value for name, value in given.items() if value is not None}
+    )
+    if output_json is not None:
+        _require_writable(output_json)
+    if plot is not None:
+        plots.require_matplotlib()
+        plot.mkdir(parents=True, exist_ok=True)
+    report = run_bench(config, settings, mlx_lm=mlx_lm, llama_cpp=llama_cpp, progress=say)
     print(report.as_text(), flush=True)
     if output_json is not None:
         output_json.write_text(json.dumps(report.as_json(), indent=2) + "\n")

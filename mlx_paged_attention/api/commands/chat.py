@@ -17,7 +17,7 @@ from mlx_paged_attention.api.commands.flags import (
     say,
 )
 from mlx_paged_attention.api.defaults import sampling_defaults
-from mlx_paged_attention.api.report import speed_report
+from mlx_paged_attention.api.report import cut_report, speed_report
 from mlx_paged_attention.engine.outputs import RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -50,7 +50,7 @@ def chat(
     /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. On a pipe, every line of
     stdin is a message.
     """
-    options = engine.options()
+    options = engine.options(text=True)
     sampling.params(_DEFAULTS)  # a bad flag is told before the model is loaded
     with loaded(options) as llm, asyncio.Runner() as runner:
         params = sampling.params(_DEFAULTS | sampling_defaults(llm.generation_config))
@@ -131,3 +131,5 @@ class _Conversation:
                 time.monotonic() - started,
             )
         )
+        if cut := cut_report([last], self._params.max_tokens, self._llm.info):
+            say(cut)

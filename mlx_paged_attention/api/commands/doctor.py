@@ -112,7 +112,7 @@ def _caches(found: list[str]) -> dict[str, Any]:
         return {}
     model = cached_default_model()
     state = f"{DEFAULT_MODEL_NAME}: " + (
-        f"{size(model.stat().st_size)} cached" if model else "not fetched yet"
+        f"fetched, {size(model.stat().st_size)} unpacked" if model else "not fetched yet (93 MB)"
     )
     return {
         "cache": {"directory": str(directory), "free disk": size(shutil.disk_usage(directory).free)},

@@ -86,15 +86,22 @@ class EngineFlags:
     ] = False
     device: Annotated[Device | None, _flag("Where to run; without it MLX's default.")] = None
 
-    def options(self) -> dict[str, Any]:
+    def options(self, *, text: bool = False) -> dict[str, Any]:
         """Keyword arguments of ``AsyncLLM``, checked.
 
+        Args:
+            text: the command reads and writes text, and so needs a tokenizer.
+
         Raises:
-            InvalidRequestError: a value is out of range; the message names the flag.
+            InvalidRequestError: a value is out of range; the message names the field.
         """
+        if text and self.skip_tokenizer_init:
+            raise InvalidRequestError(
+                "skip_tokenizer_init serves token ids only, and this command is about text: leave it out",
+                "skip_tokenizer_init",
+            )
         options = {field.name: getattr(self, field.name) for field in fields(self)}
-        with flag_names():
-            EngineConfig(**options)
+        EngineConfig(**options)
         return options
 
 
@@ -127,28 +134,15 @@ class SamplingFlags:
         """What was given over ``defaults``.
 
         Raises:
-            InvalidRequestError: a value is out of range; the message names the flag.
+            InvalidRequestError: a value is out of range; the message names the field.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
-        with flag_names():
-            return SamplingParams(**(defaults | given | own))
+        return SamplingParams(**(defaults | given | own))
 
 
 DEFAULT_ENGINE = EngineFlags()
 DEFAULT_SAMPLING = SamplingFlags()
-
-
-@contextmanager
-def flag_names() -> Iterator[None]:
-    """Let errors speak of ``--max-tokens`` where the field is ``max_tokens``."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param is None:
-            raise
-        flag = "--" + error.param.replace("_", "-")
-        raise InvalidRequestError(f"{flag}: {error}", error.param) from None
 
 
 @contextmanager

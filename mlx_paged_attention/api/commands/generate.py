@@ -17,7 +17,7 @@ from mlx_paged_attention.api.commands.flags import (
     say,
 )
 from mlx_paged_attention.api.defaults import sampling_defaults
-from mlx_paged_attention.api.report import speed_report
+from mlx_paged_attention.api.report import cut_report, speed_report
 from mlx_paged_attention.engine.outputs import RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -34,6 +34,7 @@ EXAMPLES = """Examples:
     mlx-paged generate --chat "Name three rivers." --max-tokens 60
     mlx-paged generate "Roses are" "Violets are" --temperature 0.8 --n 2
     mlx-paged generate --model mlx-community/Qwen3-0.6B-4bit < prompt.txt
+    mlx-paged generate -- "- Item one"
 """
 
 
@@ -51,9 +52,14 @@ def generate(
 
     Without --temperature the likeliest tokens are taken, unless the model's configuration asks otherwise.
     """
+    # What is wrong with them is told before the model is loaded.
+    options = engine.options(text=True)
+    sampling.params(_DEFAULTS, n=n)
     texts = list(prompts) or [_read_stdin()]
-    options = engine.options()
-    sampling.params(_DEFAULTS, n=n)  # a bad flag is told before the model is loaded
+    for number, text in enumerate(texts, 1):
+        if not text:
+            which = "the prompt" if len(texts) == 1 else f"prompt {number}"
+            raise InvalidRequestError(f"{which} is empty: there is nothing to continue", "prompt")
     with loaded(options) as llm:
         params = sampling.params(_DEFAULTS | sampling_defaults(llm.generation_config), n=n)
         asyncio.run(_answer(llm, texts, params, chat))
@@ -86,6 +92,8 @@ async def _answer(llm: "AsyncLLM", texts: list[str], params: SamplingParams, cha
             time.monotonic() - started,
         )
     )
+    if cut := cut_report(outputs, params.max_tokens, llm.info):
+        say(cut)
 
 
 def _outputs(llm: "AsyncLLM", text: str, params: SamplingParams, chat: bool) -> AsyncIterator[RequestOutput]:

@@ -1,5 +1,6 @@
 """``mlx-paged serve``: the OpenAI-compatible server."""
 
+import ipaddress
 import signal
 import socket
 import sys
@@ -10,8 +11,6 @@ from cyclopts import Parameter
 
 from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, loaded, say
 from mlx_paged_attention.errors import InvalidRequestError
-
-_GRACE_SECONDS = 5  # for answers still running when the server is told to stop
 
 EXAMPLES = """Examples:
 
@@ -51,13 +50,18 @@ def serve(
     # The address is taken before the model is loaded, and listened on only after.
     with _bind(host, port) as listener, loaded(options) as llm:
         from mlx_paged_attention.api.server.app import create_app
+        from mlx_paged_attention.api.server.graceful import GracefulServer
 
         app = create_app(llm, served_model_names=served_model_name or (), api_keys=api_key or ())
         names = ", ".join(app.state.serving.names)
         shown = f"[{host}]" if ":" in host else host
         say(f"serving {names} at http://{shown}:{listener.getsockname()[1]}/v1 (Ctrl-C stops)")
-        config = uvicorn.Config(app, log_level="info", timeout_graceful_shutdown=_GRACE_SECONDS)
-        uvicorn.Server(config).run(sockets=[listener])
+        if not api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            say(
+                f"warning: without --api-key, whoever reaches {host} from the network can use the model and "
+                "read /metrics"
+            )
+        GracefulServer(uvicorn.Config(app, log_level="info"), llm).run(sockets=[listener])
 
 
 def _bind(host: str, port: int) -> socket.socket:
