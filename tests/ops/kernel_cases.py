@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
-from mlx_paged_attention.ops.kernels.work_list import TARGET_THREADGROUPS, work_list
+from mlx_paged_attention.ops.kernels.work_list import work_list
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
@@ -54,7 +54,7 @@ class Case:
         q, k, v = (mx.array(x).astype(dtype) for x in (q, k, v))
         return cls(q, k, v, tables, lens.astype(np.int32).reshape(-1), sinks, window, softcap)
 
-    def attend(self, target=TARGET_THREADGROUPS):
+    def attend(self, target=None, capacity=None):
         """The kernels' output ``[rows, queries, heads, v_head_dim]`` and log-sum-exp."""
         work = work_list(
             self.lens,
@@ -63,6 +63,7 @@ class Case:
             threadgroups_per_item=threadgroups_per_item(self.q, self.k, self.v),
             window=self.window,
             target=target,
+            capacity=capacity,
         )
         out, lse, _ = paged_decode(
             self.q, self.k, self.v, mx.array(self.tables), mx.array(self.lens), work,
@@ -100,7 +101,7 @@ class Case:
             out[row, i] = result.reshape(heads, -1)
         return out, lse
 
-    def errors(self, target=TARGET_THREADGROUPS):
+    def errors(self, target=None):
         """Largest error of the output relative to its largest value, and of the log-sum-exp."""
         out, lse = self.attend(target)
         want, want_lse = self.expected()

@@ -13,6 +13,7 @@ from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels import make
+from mlx_paged_attention.ops.kernels import work_list as work_lists
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 from mlx_paged_attention.ops.kernels.work_list import work_list
@@ -150,7 +151,7 @@ def test_stored_and_computed_types_may_differ():
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_work_list_covers_every_position_that_is_read_once(window, device):
     lens = np.array([0, 1, 64, 65, 1000, 5000], np.int32)
-    for target in (1, 8, 100, 1600):
+    for target in (1, 8, 100, 1600, None):
         work = work_list(lens, 1, block_size=16, threadgroups_per_item=2, window=window, target=target)
         items, splits = np.array(work.items), np.array(work.splits)
         for row, context in enumerate(lens):
@@ -162,7 +163,8 @@ def test_a_work_list_covers_every_position_that_is_read_once(window, device):
             assert mine[0, 1] == begin
             assert mine[-1, 2] == context
             assert (mine[1:, 1] == mine[:-1, 2]).all()
-        assert len(items) <= max(target // 2, 1) + len(lens)
+        if target:
+            assert len(items) <= max(target // 2, 1) + len(lens)
 
 
 def test_a_work_list_of_fixed_capacity_is_padded_with_empty_items():
@@ -170,6 +172,33 @@ def test_a_work_list_of_fixed_capacity_is_padded_with_empty_items():
     work = work_list(case.lens, 1, block_size=16, threadgroups_per_item=2, capacity=9)
     assert work.items.shape == (9, 4)
     assert work.split
+    assert np.array(work.items[:, 3]).tolist() == [0] * 2 + [1] * 7
+
+
+@pytest.mark.parametrize("gpu", ["cuda", "metal"])
+def test_a_batch_that_fills_the_chip_is_not_cut_and_a_long_row_alone_is(gpu, monkeypatch):
+    monkeypatch.setattr(work_lists, "backend", lambda: gpu)
+
+    def items_of_first_row(lens, capacity=None):
+        lens = np.array(lens, np.int32)
+        _, splits = work_lists.cut_contexts(
+            lens, 1, block_size=16, threadgroups_per_item=8, capacity=capacity
+        )
+        return splits[0, 1]
+
+    assert items_of_first_row([1000] * 128) == 1
+    assert items_of_first_row([16384]) >= 8
+    assert items_of_first_row([16384] + [100] * 30) >= 4  # the others take up some of the chip
+    assert items_of_first_row([16384], capacity=5) <= 5
+    assert items_of_first_row([0]) == 1
+
+
+def test_results_are_right_in_a_list_that_is_filled_up():
+    case = Case.random(13, mx.float16, (4, 2, 64, 64), [300, 0, 65])
+    out, lse = case.attend(capacity=20)
+    expected, expected_lse = case.expected()
+    np.testing.assert_allclose(out, expected, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-2)
 
 
 # ---- The pool

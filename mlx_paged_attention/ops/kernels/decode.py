@@ -1,12 +1,13 @@
 """paged_decode: attention of single tokens and short runs of queries over blocks, read where they lie."""
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_paged_attention.ops.kernels.make import Kernel, TemplateArgument, backend, words
+from mlx_paged_attention.ops.kernels.make import Kernel, TemplateArgument, backend, unread
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.work_list import SIMDGROUPS, WorkList
 
-_INPUTS = ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "params", "after")
+_INPUTS = ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "after")
 _DECODE = Kernel("paged_decode", _INPUTS, ("out", "lse"))
 _DECODE_AND_MERGE = Kernel(
     "paged_decode",
@@ -17,6 +18,9 @@ _DECODE_AND_MERGE = Kernel(
 )
 _MERGE = Kernel("merge_splits", ("parts", "lses", "splits", "sinks"), ("out", "lse"))
 
+# With so few there are fewer loads under way than the memory could serve, so that blocks are asked for
+# ahead of their loads (where the back end can); with more, that would only throw others out of the cache.
+FEW_THREADGROUPS = 32
 
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -83,9 +87,8 @@ def paged_decode(
     """
     rows, heads, queries, head_dim = q.shape
     kv_heads, block_size, v_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
-    params = words(scale, softcap or 0.0)
     after = no_token() if after is None else after
-    sink_values = params if sinks is None else sinks
+    sink_values = unread() if sinks is None else sinks
     items = work.items.shape[0]
     out_rows, out_type = (items, mx.float32) if work.split else (rows, q.dtype)
     template: list[tuple[str, TemplateArgument]] = [
@@ -101,10 +104,13 @@ def paged_decode(
         ("SG", SIMDGROUPS),
         ("WINDOW", window or 0),
         ("SOFTCAP", softcap is not None),
+        ("SCALE_BITS", _bits(scale)),
+        ("CAP_BITS", _bits(softcap or 0.0)),
         ("SINKS", sinks is not None),
         ("SPLIT", work.split),
+        ("PREFETCH", rows * threadgroups_per_item(q, k_pool, v_pool) <= FEW_THREADGROUPS),
     ]
-    inputs = [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, params, after]
+    inputs = [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, after]
     grid = (32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1)
     threadgroup = (32 * SIMDGROUPS, 1, 1)
     shapes = [_result_shape(out_rows, queries, heads, v_dim), (out_rows, queries, heads)]
@@ -126,6 +132,11 @@ def paged_decode(
         if work.split:
             out, lse = merge_splits(out, lse, work.splits, q.dtype, sinks)
     return out if queries == 1 else out.swapaxes(1, 2), lse, token
+
+
+def _bits(x: float) -> int:
+    """A float32's bits as an int32."""
+    return int(np.float32(x).view(np.int32))
 
 
 def _result_shape(rows: int, queries: int, heads: int, v_dim: int) -> tuple[int, int, int, int]:
@@ -153,7 +164,7 @@ def merge_splits(
     v_dim = parts.shape[3]
     rows = splits.shape[0]
     out, lse = _MERGE(
-        [parts, lses, splits, words() if sinks is None else sinks],
+        [parts, lses, splits, unread() if sinks is None else sinks],
         [("T", dtype), ("H", heads), ("DV", v_dim), ("SG", SIMDGROUPS), ("SINKS", sinks is not None)],
         grid=(32 * SIMDGROUPS * heads, rows * queries, 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),

@@ -99,11 +99,7 @@ def _compiled(kernel: Kernel, signature: tuple[tuple[str, bool], ...]) -> Callab
     return compile_kernel(name, kernel.inputs, kernel.outputs, body, kernel.mutable)
 
 
-def words(*values: float) -> mx.array:
-    """Numbers as a float32 array that is never small enough to be passed as a constant."""
-    return _words(values)
-
-
 @cache
-def _words(values: tuple[float, ...]) -> mx.array:
-    return mx.array((*values, *[0.0] * (8 - len(values))), mx.float32)
+def unread() -> mx.array:
+    """What a kernel gets where it reads nothing: never so small that MLX passes it as a constant."""
+    return mx.array([0.0] * 8, mx.float32)

@@ -9,12 +9,12 @@ time, and a new encoder does not wait for the last, unless an input was an outpu
 
 import mlx.core as mx
 
-from mlx_paged_attention.ops.kernels.make import words
+from mlx_paged_attention.ops.kernels.make import unread
 
 
 def no_token() -> mx.array:
     """The token of nothing: what takes it need not wait."""
-    return words()
+    return unread()
 
 
 class Order:

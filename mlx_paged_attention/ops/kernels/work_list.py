@@ -6,13 +6,19 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_paged_attention.ops.kernels.make import backend
+
 # A threadgroup's simdgroups take 16 keys each at a time: pieces are cut at multiples of this.
 SIMDGROUPS = 4
 PIECE = 16 * SIMDGROUPS
 
-# Threadgroups to aim for: several per place on a large chip, so that the last ones to finish do not
-# leave it idle for long.
-TARGET_THREADGROUPS = 1600
+# Threadgroups at work at the same time. H200: 3 on each of 132 multiprocessors, which their registers
+# allow. Apple silicon: 3 on each of 40 cores, reckoned from the size of the registers, never measured;
+# smaller chips take several turns, larger ones are not quite filled.
+RESIDENT = {"cuda": 396, "metal": 120}
+
+# Into how many items the longest context may be cut.
+_CUTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64])
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,8 @@ class WorkList:
     """The pieces of a batch.
 
     Attributes:
-        items: int32 ``[items, 4]``: row, first position, position after the last, 0.
+        items: int32 ``[items, 4]``: row, first position, position after the last, and 1 for an item
+            that only fills up the list.
         splits: int32 ``[rows, 2 + threadgroups_per_item]``: each row's first item and its number
             of items, then a counter for each of the threadgroups that share an item, which is 0
             unless a kernel is at work.
@@ -40,7 +47,7 @@ def work_list(
     threadgroups_per_item: int,
     window: int | None = None,
     capacity: int | None = None,
-    target: int = TARGET_THREADGROUPS,
+    target: int | None = None,
 ) -> WorkList:
     """Cut the contexts of ``[rows * queries]`` tokens: :func:`cut_contexts`, on the device.
 
@@ -60,7 +67,7 @@ def work_list(
 
 def capacity_for(rows: int, threadgroups_per_item: int) -> int:
     """Items that are enough for ``rows`` of any contexts."""
-    return rows + max(1, TARGET_THREADGROUPS // threadgroups_per_item)
+    return rows + max(1, 2 * _resident() // threadgroups_per_item)
 
 
 def cut_contexts(
@@ -71,7 +78,7 @@ def cut_contexts(
     threadgroups_per_item: int,
     window: int | None = None,
     capacity: int | None = None,
-    target: int = TARGET_THREADGROUPS,
+    target: int | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """``items`` and ``splits`` of a :class:`WorkList`.
 
@@ -80,7 +87,7 @@ def cut_contexts(
         threadgroups_per_item: how many share a piece, one per kv head and tile of queries.
         window: attend to the last ``window`` positions only: pieces begin at its first block.
         capacity: make exactly this many items, the last ones empty.
-        target: threadgroups to aim for.
+        target: threadgroups to aim for; as many as should be fastest by default.
     """
     contexts = context_lens.reshape(-1, queries)
     ends = contexts.max(axis=1)
@@ -88,11 +95,14 @@ def cut_contexts(
     if window is not None:
         begins = np.maximum(contexts.min(axis=1) - window, 0) // block_size * block_size
     pieces = -(-(ends - begins) // PIECE)
-    wanted = max(1, target // threadgroups_per_item)
-    if capacity is not None:
-        wanted = min(wanted, capacity - len(ends))
-        assert wanted > 0, "capacity must exceed the rows"
-    longest = max(1, -(-int(pieces.sum()) // wanted))  # pieces per item
+    if target is None:
+        longest = _best_length(pieces, threadgroups_per_item, capacity)
+    else:
+        wanted = max(1, target // threadgroups_per_item)
+        if capacity is not None:
+            wanted = min(wanted, capacity - len(ends))
+            assert wanted > 0, "capacity must exceed the rows"
+        longest = max(1, -(-int(pieces.sum()) // wanted))
     counts = np.maximum(-(-pieces // longest), 1)
     length = -(-pieces // counts) * PIECE  # positions per item of each row
 
@@ -104,7 +114,37 @@ def cut_contexts(
     items[: len(rows), 0] = rows
     items[: len(rows), 1] = start
     items[: len(rows), 2] = np.minimum(start + length[rows], ends[rows])
+    items[len(rows) :, 3] = 1
     splits = np.zeros((len(ends), 2 + threadgroups_per_item), np.int32)
     splits[:, 0] = firsts
     splits[:, 1] = counts
     return items, splits
+
+
+def _resident() -> int:
+    return RESIDENT[backend() or "metal"]
+
+
+def _best_length(pieces: NDArray[np.int32], threadgroups_per_item: int, capacity: int | None) -> int:
+    """Pieces per item with which a batch should take the least time.
+
+    Time is counted in the time that a chip full of threadgroups takes to advance by a piece. The
+    constants fit what an H200 took (``benchmarks/cuda_kernels.py --tune``): memory is the limit, a
+    partly filled last wave uses it badly, a threadgroup alone cannot use it, each wave has to begin,
+    and merging many pieces costs more than merging few.
+    """
+    lengths = np.maximum(-(-pieces.max() // _CUTS), 1)
+    items = np.maximum(-(-pieces // lengths[:, None]), 1).sum(axis=1)
+    full = threadgroups_per_item / _resident()
+    waves = items * full
+    begun = np.ceil(waves)
+    memory = pieces.sum() * full * (1 + 0.45 * (begun / waves - 1))
+    cuts = -(-pieces.max() // lengths)
+    merging = np.where(cuts <= 1, 0.0, np.where(cuts <= 8, 2.0, 5.5))
+    time = np.maximum(memory, 0.3 * lengths) + 0.8 * begun + merging
+    best = 0
+    for i in range(1, len(_CUTS)):
+        fits = capacity is None or items[i] <= capacity
+        if fits and time[i] < 0.97 * time[best]:
+            best = i
+    return int(lengths[best])

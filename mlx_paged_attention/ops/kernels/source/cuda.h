@@ -20,6 +20,10 @@
 
 typedef unsigned int uint;
 
+FUNC float float_of_bits(int bits) {
+  return __int_as_float(bits);
+}
+
 namespace fast {
 FUNC float exp2(float x) {
   float y;
@@ -49,7 +53,6 @@ FUNC void load_words(uint* out, const S* from) {
 
 // The line of 128 bytes around an address, into the second-level cache.
 #define PREFETCH_LINE(address) asm volatile("prefetch.global.L2 [%0];" : : "l"(address))
-#define STEPS_AHEAD 2
 
 FUNC void copy_16_bytes(void* to, const void* from) {
   *(uint4*)to = *(const uint4*)from;

@@ -4,7 +4,6 @@
 
 const int first_piece = splits[row * (2 + gridDim.x)], pieces = splits[row * (2 + gridDim.x) + 1];
 __threadfence();
-if (item >= first_piece + pieces) return;  // fills the list up to its capacity
 threadgroup bool is_last;
 __syncthreads();
 if (threadIdx.x == 0) {

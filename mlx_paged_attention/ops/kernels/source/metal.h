@@ -7,6 +7,10 @@
 #define FLOAT_LOG2E 1.44269504088896340736f
 #define FLOAT_LN2 0.69314718055994530942f
 
+FUNC float float_of_bits(int bits) {
+  return as_type<float>(bits);
+}
+
 // ---- Loads of 4, 8 or 16 bytes, kept as words until they are used.
 
 template <int WORDS, typename S>

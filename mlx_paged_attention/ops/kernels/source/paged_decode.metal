@@ -8,6 +8,7 @@
 // a lane takes whatever it can load 16 bytes at a time. Simdgroups are merged at the end.
 //
 // O: type of out. S: stored type. M: type of the matrices. TILES: columns / 8. SG: simdgroups.
+// SCALE_BITS, CAP_BITS: float32 numbers, which cannot be arguments of a template.
 
 constexpr int GROUP = H / KH;
 constexpr int COLUMNS = 8 * TILES;
@@ -28,6 +29,7 @@ const int r = matrix_row(lane), c = matrix_column(lane);
 const int kv_head = int(threadgroup_position_in_grid.x) % KH;
 const int first_column = int(threadgroup_position_in_grid.x) / KH * COLUMNS;
 const int item = int(threadgroup_position_in_grid.y);
+if (items[item * 4 + 3] != 0) return;  // only fills up the list
 const int row = items[item * 4];
 const int queries = q_shape[2];
 const int columns = min(COLUMNS, queries * GROUP - first_column);
@@ -62,8 +64,8 @@ UNROLL for (int i = 0; i < TILES * 2; i++) {
   low[i] = WINDOW > 0 ? context - WINDOW : 0;
 }
 
-const float cap = params[1];
-const float scale = params[0] * (SOFTCAP ? 1.0f / cap : FLOAT_LOG2E);
+const float cap = float_of_bits(CAP_BITS);
+const float scale = float_of_bits(SCALE_BITS) * (SOFTCAP ? 1.0f / cap : FLOAT_LOG2E);
 
 float peak[TILES * 2], total[TILES * 2];
 float result[TILES][DV / 16][4];
@@ -77,8 +79,8 @@ UNROLL for (int t = 0; t < TILES; t++) {
 
 constexpr int STEP = 16 * SG;
 #ifdef PREFETCH_LINE
-// What is to be loaded some steps later is put on its way into the cache.
-constexpr int AHEAD = STEPS_AHEAD * STEP;
+// What is to be loaded a step later is put on its way into the cache.
+constexpr int AHEAD = PREFETCH ? STEP : 0;
 #define PREFETCH_PLANE(pool, dims, from)                                                        \
   UNROLL for (int l = 0; l < 16 * dims * int(sizeof(S)); l += 32 * 128) {                       \
     const int byte = l + int(lane) * 128;                                                       \
@@ -90,8 +92,8 @@ constexpr int AHEAD = STEPS_AHEAD * STEP;
           byte % (dims * int(sizeof(S))));                                                      \
     }                                                                                           \
   }
-#define PREFETCH(from)               \
-  if (from < end) {                  \
+#define PREFETCH_STEP(from)          \
+  if (PREFETCH && from < end) {      \
     PREFETCH_PLANE(k_pool, DK, from) \
     PREFETCH_PLANE(v_pool, DV, from) \
   }
@@ -121,7 +123,7 @@ if (position < end) {
   LOAD_KEYS
 }
 #ifdef PREFETCH_LINE
-UNROLL for (int i = 1; i <= STEPS_AHEAD; i++) PREFETCH(position + i * STEP)
+PREFETCH_STEP(position + AHEAD)
 #endif
 
 // Addresses are simple where a query's elements lie side by side, as they nearly always do.
@@ -182,7 +184,7 @@ while (position < end) {
     LOAD_KEYS
   }
 #ifdef PREFETCH_LINE
-  PREFETCH(position + AHEAD)
+  PREFETCH_STEP(position + AHEAD)
 #endif
 
   const bool edge = here < full_begin || here + 16 > full_end;
