@@ -1,6 +1,6 @@
 """The engine on a GPU: is it right, how long does a decode step take, how fast is a batch of requests?
 
-    python benchmarks/cuda_engine.py [--parts parity,decode,recipe] [--profile]
+    python benchmarks/cuda_engine.py [--parts recipe,decode,parity] [--budget TOKENS] [--profile]
 
 Models are of Qwen3's shapes with random weights, made here. Prints tables as it goes, in under eight minutes
 on an H200; a part that fails does not stop the others.
@@ -275,11 +275,11 @@ def requests() -> Iterator[tuple[list[int], int]]:
         yield rng.integers(0, VOCABULARY, prompt).tolist(), int(output)
 
 
-def recipe(profile: bool) -> None:
+def recipe(profile: bool, budget: int | None) -> None:
     model = make_model("0.6B", None)
     config, loaded = start(
         model, "0.6B", kv_memory=RECIPE_POOL_BYTES, max_model_len=2304, max_num_seqs=256,
-        enable_prefix_caching=False,
+        max_num_batched_tokens=budget, enable_prefix_caching=False,
     )  # fmt: skip
     engine = Engine(config, loaded.info, loaded.runner, loaded.fingerprint, None)
     print(f"runs as {loaded.info.forward}, a pool of {loaded.info.pool_bytes / 1e9:.1f} GB")
@@ -347,6 +347,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default="recipe,decode,parity")
+    parser.add_argument("--budget", type=int, help="the recipe's token budget of a step")
     parser.add_argument("--profile", action="store_true", help="also say where the host's time goes")
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
@@ -355,7 +356,7 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "parity": parity,
         "decode": lambda: decode(bandwidth, arguments.profile),
-        "recipe": lambda: recipe(arguments.profile),
+        "recipe": lambda: recipe(arguments.profile, arguments.budget),
     }
     for name in arguments.parts.split(","):
         begun = time.perf_counter()

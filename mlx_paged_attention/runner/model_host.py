@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from mlx_paged_attention.models.forward import ForwardContext
 from mlx_paged_attention.models.head import select_rows_in_head, selected_logits
-from mlx_paged_attention.models.linear import flatten_rows
+from mlx_paged_attention.models.linear import prepare_linear_layers
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
 
@@ -19,7 +19,7 @@ class ModelHost:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.context = ForwardContext()
-        flatten_rows(model)
+        prepare_linear_layers(model)
         select_rows_in_head(model, self.context)
         rebind_attention()
 

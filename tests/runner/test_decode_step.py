@@ -105,12 +105,16 @@ SCHEDULE = [
 
 
 @pytest.mark.parametrize(("name", "layout"), [("llama", PACKED), ("gemma3", ROWS)])
-def test_compiled_decode_samples_what_the_host_samples(tiny_model, kernels, name, layout):
+def test_compiled_decode_samples_what_plain_operations_sample(tiny_model, kernels, monkeypatch, name, layout):
     tokens = []
-    for on_host in (True, False):
+    for compiled in (False, True):
         host, specs = load_host(tiny_model(name))
-        chosen = layout if on_host else layout.with_compiled_decode()
-        driver = StepDriver(host, specs, chosen, on_host=on_host)
+        with monkeypatch.context() as patch:
+            if not compiled:  # plain operations of MLX, wherever this runs
+                patch.setattr(KernelLayer, "supports", staticmethod(lambda spec: False))
+            chosen = layout.with_compiled_decode() if compiled else layout
+            driver = StepDriver(host, specs, chosen, on_host=False)
+        assert isinstance(driver.runner._pool, KernelPool) is compiled
         for request, length in (("a", 21), ("b", 1), ("c", 15), ("d", 17)):
             driver.add(request, varied_prompt(length, length))
         tokens.append(run(driver, SCHEDULE))
