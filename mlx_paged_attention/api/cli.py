@@ -74,7 +74,7 @@ def _prompt_hint(error: UnknownOptionError, arguments: Sequence[str]) -> str:
     text = error.token.keyword or error.token.value
     if list(arguments[:1]) != ["generate"] or re.fullmatch(r"--[A-Za-z][\w-]*(=.*)?", text, re.DOTALL):
         return ""
-    return ' (put -- before a prompt that begins with "-", as in: mlx-paged generate -- "-5 degrees are")'
+    return ' (flags first, then -- before a prompt that begins with "-", as in: generate -- "-5 degrees")'
 
 
 def _warn_of_unknown_variables() -> None:

@@ -61,7 +61,8 @@ def fetch_default_model(*, progress: bool = True) -> Path:
                 _fetch(target, progress)
     except OSError as error:
         raise ModelLoadError(
-            f"cannot store the default model {DEFAULT_MODEL_NAME}: {error}; {_ADVICE}"
+            f"cannot store the default model {DEFAULT_MODEL_NAME}: {error}; set MLX_PAGED_CACHE to a "
+            "directory that can be written, or name another model with --model"
         ) from error
     return target
 

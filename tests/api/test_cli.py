@@ -2,17 +2,12 @@
 
 import io
 import json
-import os
-import pty
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from cli_run import Started, run, started
 from fake_llm import ANSWER
@@ -24,7 +19,6 @@ from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import ModelLoadError
 
 FIRST = "0" + ANSWER[1:]
-FAKE_CLI = [sys.executable, str(Path(__file__).with_name("cli_on_fake.py"))]
 
 
 pytestmark = pytest.mark.usefixtures("fake_engine")
@@ -275,102 +269,6 @@ def test_a_conversation_that_grows_too_long_on_a_pipe_is_an_error(
     assert "317" in err
 
 
-class Terminal:
-    """A program on a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._end, terminal = pty.openpty()
-        self.process = subprocess.Popen(
-            [*FAKE_CLI, *arguments],
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            start_new_session=True,
-            preexec_fn=lambda: os.set_inheritable(0, True),
-            env={**os.environ, "TERM": "dumb"},
-        )
-        os.close(terminal)
-        self.seen = ""
-
-    def write(self, text: str) -> None:
-        os.write(self._end, text.encode())
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 20
-        while text not in self.seen:
-            assert time.monotonic() < deadline, self.seen
-            try:
-                self.seen += os.read(self._end, 1000).decode()
-            except OSError:  # the program has left
-                assert text in self.seen, self.seen
-        self.seen = self.seen.split(text, 1)[1]
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-
-
-def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
-    terminal = Terminal("0.1", "chat")
-    terminal.wait_for("> ")
-    terminal.write("hi\n")
-    terminal.wait_for("0he")
-    terminal.interrupt()
-    terminal.wait_for("stopped")
-    terminal.wait_for("> ")
-    terminal.write("and?\n")
-    terminal.wait_for("0he")
-    terminal.interrupt()
-    terminal.wait_for("> ")
-    terminal.write("\x04")
-    # What had been said when it was stopped is part of the conversation.
-    terminal.wait_for("closed; 2 aborted; last prompt '<user>hi<assistant>0he")
-    terminal.wait_for("<user>and?<assistant>'")
-    assert terminal.process.wait(10) == 0
-
-
-def test_ctrl_c_at_the_prompt_leaves_with_130() -> None:
-    terminal = Terminal("0", "chat")
-    terminal.wait_for("> ")
-    terminal.interrupt()
-    terminal.wait_for("closed; 0 aborted")
-    assert terminal.process.wait(10) == 130
-
-
-def test_exit_leaves() -> None:
-    terminal = Terminal("0", "chat")
-    terminal.wait_for("> ")
-    terminal.write("/exit\n")
-    assert terminal.process.wait(10) == 0
-
-
-def test_ctrl_c_ends_generate_with_130() -> None:
-    process = subprocess.Popen(
-        [*FAKE_CLI, "0.1", "generate", "x"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(3) == "0he"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
-    assert process.returncode == 130
-    assert "closed; 1 aborted" in err
-    assert "Traceback" not in err
-
-
-def test_a_reader_that_leaves_is_no_error() -> None:
-    process = subprocess.Popen(
-        [*FAKE_CLI, "0.02", "generate", "x"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(3) == "0he"
-    process.stdout.close()
-    assert process.stderr is not None
-    err = process.stderr.read()
-    assert process.wait(10) == 141
-    assert "closed; 1 aborted" in err
-    assert "Traceback" not in err
-    assert "BrokenPipe" not in err
-
-
 @pytest.mark.parametrize("key", ["", " "])
 def test_an_empty_api_key_is_refused_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], key: str
@@ -378,80 +276,6 @@ def test_an_empty_api_key_is_refused_before_anything_is_loaded(
     status, out, err = run(capsys, "serve", "--port", "0", "--api-key", "good", "--api-key", key)
     assert (status, out) == (2, "")
     assert err.startswith("mlx-paged: error: --api-key is empty")
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_serve_answers_until_it_is_told_to_stop(number: int, status: int) -> None:
-    process = subprocess.Popen(
-        [*FAKE_CLI, "0", "serve", "--port", "0", "--served-model-name", "a", "b", "--api-key", "k"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    line = ""
-    while "serving a, b at " not in line:
-        line = process.stderr.readline()
-        assert line, "the server ended"
-    url = line.split(" at ")[1].split()[0]
-    while "startup complete" not in line:
-        line = process.stderr.readline()
-    answer = httpx.post(
-        f"{url}/completions", json={"prompt": "x", "model": "b"}, headers={"Authorization": "Bearer k"}
-    )
-    assert answer.json()["choices"][0]["text"] == FIRST[:16]
-    process.send_signal(number)
-    err = process.stderr.read()
-    assert process.wait(10) == status
-    assert "closed; 0 aborted" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("signals", "status"),
-    [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGTERM], 143)],
-)
-def test_serve_told_to_stop_ends_a_stream_and_says_so_in_one_line(
-    signals: list[signal.Signals], status: int
-) -> None:
-    process = subprocess.Popen(
-        [*FAKE_CLI, "0.05", "serve", "--port", "0"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    line = ""
-    while "serving fake/bytes at " not in line:
-        line = process.stderr.readline()
-        assert line, "the server ended"
-    url = line.split(" at ")[1].split()[0]
-    while "startup complete" not in line:
-        line = process.stderr.readline()
-    body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
-    lines = []
-    cut = False
-    with httpx.stream("POST", f"{url}/completions", json=body, timeout=20) as answer:
-        received = answer.iter_lines()
-        lines.append(next(received))
-        for number in signals:
-            process.send_signal(number)
-            time.sleep(0.2)
-        try:
-            lines += [line for line in received if line]
-        except httpx.RemoteProtocolError:
-            cut = True
-    err = process.stderr.read()
-    assert process.wait(10) == status
-    assert "Traceback" not in err
-    assert "ERROR" not in err
-    assert cut == (len(signals) == 2)
-    if cut:
-        assert err.count("1 connection cut off") == 1
-    else:
-        assert lines[-1] == "data: [DONE]"
-        assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
-        assert err.count("1 request still running") == 1
 
 
 def test_doctor_reports_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,14 +109,14 @@ def test_commands_about_text_refuse_to_do_without_a_tokenizer(
 
 @pytest.mark.parametrize("prompt", ["-5 degrees", "-hello", "--- a line", "-- x"])
 def test_a_prompt_that_begins_with_a_dash_gets_a_hint_that_works(capsys: Capture, prompt: str) -> None:
-    assert "put -- before a prompt" in error(capsys, "generate", prompt)
+    assert "then -- before a prompt" in error(capsys, "generate", prompt)
     assert run(capsys, "generate", "--", prompt)[0] == 0
     assert bytes(started().prompts[0]).decode() == prompt
 
 
 @pytest.mark.parametrize("command", [["generate", "x", "--temprature", "1"], ["chat", "-x"]])
 def test_a_mistyped_flag_gets_no_hint_about_prompts(capsys: Capture, command: list[str]) -> None:
-    assert "put --" not in error(capsys, *command)
+    assert "then --" not in error(capsys, *command)
 
 
 def test_variables_that_nothing_reads_are_named_in_one_warning(capsys: Capture, monkeypatch: Patch) -> None:

@@ -163,7 +163,9 @@ def test_a_full_disk_is_told_with_both_numbers(small_model, monkeypatch):
 def test_a_cache_that_cannot_be_created_is_told(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLX_PAGED_CACHE", str(tmp_path / "file" / "below"))
-    assert "cannot store the default model" in refused()
+    message = refused()
+    assert "cannot store the default model" in message
+    assert "set MLX_PAGED_CACHE" in message
 
 
 @pytest.mark.model
