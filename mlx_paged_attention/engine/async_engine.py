@@ -46,17 +46,18 @@ class AsyncEngine:
         self._dead: EngineDeadError | None = None
         self._thread_id: int | None = None
         self._started: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
-        self._ended = run_on_mlx_thread(lambda: self._run(config, source, tokenizer, progress))
         try:
+            self._ended = run_on_mlx_thread(lambda: self._run(config, source, tokenizer, progress))
             result = self._started.get()
-        except BaseException:  # interrupted: nobody will close what is being loaded
+            if isinstance(result, BaseException):
+                self._ended.wait()
+                raise result
+            self._engine = result
+            self._stats = result.stats()
+        except BaseException:  # failed, or interrupted: nobody will close what is being loaded
             self._closing = True
+            self._commands.put(lambda: None)
             raise
-        if isinstance(result, BaseException):
-            self._ended.wait()
-            raise result
-        self._engine = result
-        self._stats = result.stats()
 
     @property
     def info(self) -> EngineInfo:

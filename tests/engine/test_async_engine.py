@@ -2,7 +2,6 @@
 
 import gc
 import queue
-import signal
 import threading
 import time
 import weakref
@@ -151,29 +150,6 @@ def test_an_error_in_loading_reaches_the_caller_as_it_is(start, monkeypatch, err
             start()
     assert raised.value is error
     assert Stream(start()).tokens() == expected_output(PROMPT, 8)
-
-
-def test_an_engine_whose_loading_is_interrupted_does_not_stay(tmp_path, monkeypatch):
-    interrupted = threading.Event()
-    runners = []
-
-    def load(config, source, progress):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert interrupted.wait(TIMEOUT)
-        info = make_info()
-        runner = Runner(info)
-        runners.append(weakref.ref(runner))
-        return loading.LoadedEngine(info, runner, "fingerprint")
-
-    monkeypatch.setattr(loading, "load_engine", load)
-    with pytest.raises(KeyboardInterrupt):
-        AsyncEngine(EngineConfig(), ModelSource("directory", tmp_path, "fake"), None, lambda _: None)
-    interrupted.set()
-    deadline = time.monotonic() + TIMEOUT
-    while not runners or runners[0]() is not None:
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.01)
 
 
 def test_an_error_of_the_progress_callback_reaches_the_caller(start):
