@@ -120,7 +120,9 @@ def submit(
 ) -> Callable[[], RequestOutput]:
     """Queue a request from any thread, the engine's own included; the returned function waits for it."""
     result: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
-    llm._engine.submit(request_id or uuid.uuid4().hex, prompt, params, kind="final", emit=result.put)
+    engine = llm._engine
+    request_id = request_id or uuid.uuid4().hex
+    engine.start(engine.prepare(request_id, prompt, params, kind="final", emit=result.put))
 
     def wait() -> RequestOutput:
         output = result.get(timeout=60)

@@ -72,28 +72,6 @@ class AsyncEngine:
         """Counts after the last step or command."""
         return self._stats
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        kind: OutputKind,
-        emit: Emit,
-    ) -> RequestGroup:
-        """Check a request and queue it.
-
-        Args:
-            emit: receives its outputs, the last one with ``finished``, or an error in its place.
-
-        Raises:
-            InvalidRequestError, RequestTooLongError: it cannot be served.
-            EngineDeadError: nothing can.
-        """
-        group = self.prepare(request_id, prompt, params, kind=kind, emit=emit)
-        self.start(group)
-        return group
-
     def prepare(
         self,
         request_id: str,
@@ -103,7 +81,14 @@ class AsyncEngine:
         kind: OutputKind,
         emit: Emit,
     ) -> RequestGroup:
-        """Check a request without queueing it; :meth:`start` does."""
+        """Check a request without queueing it; :meth:`start` does.
+
+        Args:
+            emit: receives its outputs, the last one with ``finished``, or an error in its place.
+
+        Raises:
+            InvalidRequestError, RequestTooLongError: it cannot be served.
+        """
 
         def counted(output: RequestOutput | Exception) -> None:
             self._stats = self._engine.stats()  # whoever reads the output finds it in the counts

@@ -82,7 +82,8 @@ class Stream:
     def __init__(self, engine, request_id="r", prompt=PROMPT, *, kind="final", **params):
         self.items = queue.SimpleQueue()
         options = {"temperature": 0.0, "max_tokens": 8, **params}
-        engine.submit(request_id, prompt, SamplingParams(**options), kind=kind, emit=self.items.put)
+        params = SamplingParams(**options)
+        engine.start(engine.prepare(request_id, prompt, params, kind=kind, emit=self.items.put))
 
     def next(self):
         return self.items.get(timeout=TIMEOUT)
@@ -211,9 +212,11 @@ def test_whoever_reads_an_output_finds_it_counted(start):
     engine = start()
     seen = queue.SimpleQueue()
     params = SamplingParams(max_tokens=3, temperature=0.0)
-    engine.submit(
-        "r", PROMPT, params, kind="delta", emit=lambda output: seen.put((output.finished, engine.stats()))
-    )
+
+    def emit(output):
+        seen.put((output.finished, engine.stats()))
+
+    engine.start(engine.prepare("r", PROMPT, params, kind="delta", emit=emit))
     stats = [seen.get(timeout=TIMEOUT) for _ in range(3)]
     assert [(finished, s.running, s.steps) for finished, s in stats] == [
         (False, 1, 1),
@@ -331,7 +334,8 @@ def test_closing_on_the_engines_own_thread_does_not_wait_for_itself(start):
         engine.close()
         closed.set()
 
-    engine.submit("r", PROMPT, SamplingParams(max_tokens=1), kind="final", emit=emit)
+    params = SamplingParams(max_tokens=1)
+    engine.start(engine.prepare("r", PROMPT, params, kind="final", emit=emit))
     assert closed.wait(TIMEOUT)
     engine.close()
     assert engine.dead_reason == "the engine was closed"
