@@ -103,7 +103,7 @@ class FakeRunner:
                 self._slots[self._slot(table, position)] = -1
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Rows of these requests in steps already planned are garbage: do not check them."""
+        """Rows of these requests are garbage until they enter again: do not check them."""
         self._failed.update(request.request_id for request in requests)
 
     def _enter(self, plan: StepPlan) -> None:
@@ -111,6 +111,7 @@ class FakeRunner:
             del self._tables[request_id], self._states[request_id]
         for new in plan.new:
             assert new.request_id not in self._tables
+            self._failed.discard(new.request_id)
             self._tables[new.request_id] = []
             row = next(row for row in plan.rows if row.request_id == new.request_id)
             assert row.token_ids == new.token_ids[row.start : row.start + len(row.token_ids)]

@@ -142,8 +142,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.in_flight.popleft()
         self.runner.fail(plan)
         self.scheduler.fail_step(plan)
-        # Those ended before may have rows in the next plan that read the garbage, for nobody.
-        self.runner.forget(request for request in self.requests if request.is_finished)
+        # Those ended or preempted before may have rows in the next plan that read the garbage, for nobody.
+        self.runner.forget(r for r in self.requests if r.status is not RequestStatus.RUNNING)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
