@@ -94,7 +94,7 @@ class ModelRunner:
                     [result.token_id],
                     None if result.logprobs is None else [result.logprobs],
                 )
-        self._pool.flush()
+        mx.eval(self._pool.state)
         prompt_logprobs = self._prompt_logprobs(forwards)
         outputs = []
         for row in plan.rows:
