@@ -76,6 +76,10 @@ class FakeRunner:
             for token in row.token_ids:
                 states.append(_extend(states[-1] if states else 0, token))
             if row.request_id in self._failed:
+                # Whoever takes this token has a wrong answer.
+                outputs.append(
+                    RowOutput(row.request_id, [(states[-1] + 1) % VOCAB_SIZE] if row.sample else [])
+                )
                 continue
             for position in range(max(row.start, row.write_from), len(states)):
                 slot = self._slot(table, position)
@@ -103,7 +107,7 @@ class FakeRunner:
                 self._slots[self._slot(table, position)] = -1
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Rows of these requests are garbage until they enter again: do not check them."""
+        """Rows of these requests are garbage until they enter again, and so are their tokens."""
         self._failed.update(request.request_id for request in requests)
 
     def _enter(self, plan: StepPlan) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
@@ -122,28 +123,35 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert "BrokenPipe" not in err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_serve_answers_until_it_is_told_to_stop(number: int, status: int) -> None:
+def serve(step_time: str, names: str, *arguments: str) -> tuple[subprocess.Popen[str], IO[str], str]:
+    """A server that has started: its process, what it writes to stderr, and its address."""
     process = subprocess.Popen(
-        [*FAKE_CLI, "0", "serve", "--port", "0", "--served-model-name", "a", "b", "--api-key", "k"],
+        [*FAKE_CLI, step_time, "serve", "--port", "0", *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stderr is not None
-    line = ""
-    while "serving a, b at " not in line:
-        line = process.stderr.readline()
-        assert line, "the server ended"
-    url = line.split(" at ")[1].split()[0]
+    errors = process.stderr
+    assert errors is not None
+    url = line = ""
     while "startup complete" not in line:
-        line = process.stderr.readline()
+        line = errors.readline()
+        assert line, "the server ended"
+        if f"serving {names} at " in line:
+            url = line.split(" at ")[1].split()[0]
+    assert url
+    return process, errors, url
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_serve_answers_until_it_is_told_to_stop(number: int, status: int) -> None:
+    process, errors, url = serve("0", "a, b", "--served-model-name", "a", "b", "--api-key", "k")
     answer = httpx.post(
         f"{url}/completions", json={"prompt": "x", "model": "b"}, headers={"Authorization": "Bearer k"}
     )
     assert answer.json()["choices"][0]["text"] == FIRST[:16]
     process.send_signal(number)
-    err = process.stderr.read()
+    err = errors.read()
     assert process.wait(10) == status
     assert "closed; 0 aborted" in err
     assert "Traceback" not in err
@@ -156,20 +164,7 @@ def test_serve_answers_until_it_is_told_to_stop(number: int, status: int) -> Non
 def test_serve_told_to_stop_ends_a_stream_and_says_so_in_one_line(
     signals: list[signal.Signals], status: int
 ) -> None:
-    process = subprocess.Popen(
-        [*FAKE_CLI, "0.05", "serve", "--port", "0"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    line = ""
-    while "serving fake/bytes at " not in line:
-        line = process.stderr.readline()
-        assert line, "the server ended"
-    url = line.split(" at ")[1].split()[0]
-    while "startup complete" not in line:
-        line = process.stderr.readline()
+    process, errors, url = serve("0.05", "fake/bytes")
     body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
     lines = []
     cut = False
@@ -183,7 +178,7 @@ def test_serve_told_to_stop_ends_a_stream_and_says_so_in_one_line(
             lines += [line for line in received if line]
         except httpx.RemoteProtocolError:
             cut = True
-    err = process.stderr.read()
+    err = errors.read()
     assert process.wait(10) == status
     assert "Traceback" not in err
     assert "ERROR" not in err

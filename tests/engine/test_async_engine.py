@@ -82,8 +82,8 @@ class Stream:
     def __init__(self, engine, request_id="r", prompt=PROMPT, *, kind="final", **params):
         self.items = queue.SimpleQueue()
         options = {"temperature": 0.0, "max_tokens": 8, **params}
-        params = SamplingParams(**options)
-        engine.start(engine.prepare(request_id, prompt, params, kind=kind, emit=self.items.put))
+        sampling = SamplingParams(**options)
+        engine.start(engine.prepare(request_id, prompt, sampling, kind=kind, emit=self.items.put))
 
     def next(self):
         return self.items.get(timeout=TIMEOUT)
