@@ -34,7 +34,7 @@ SCHEDULING = "scheduling (ours)"
 BATCH = "batch building (ours)"
 GRAPH = "graph building of the model (Python and MLX)"
 EVALUATION = "evaluation of MLX operations between attentions"
-HEAD = "evaluation of the last layer's rest and the head"
+HEAD = "evaluation of what is left: layers at one row, else the last one's rest; the head"
 KERNEL = "attention kernel (ours)"
 HAND_OVER = "handing arrays to the kernel and back (ours)"
 WRITE = "KV write (ours)"
@@ -55,6 +55,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (ModelHost, "forward", GRAPH),
     (model_runner, "launch", SAMPLING),
     (host.HostLayer, "write", WRITE),
+    (host.HostLayer, "flush", WRITE),
     (host.HostLayer, "attend_in_place", HAND_OVER),
     (host, "attend_rows", KERNEL),
     (mx, "eval", EVALUATION),

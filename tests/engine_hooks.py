@@ -77,6 +77,12 @@ def shuffle_free_blocks(llm: AnyLLM, seed: int) -> None:
     between_steps(llm, shuffle)
 
 
+def block_planes(layer: Any) -> list[Any]:
+    """A layer's keys and values, ``[blocks, kv_heads, block_size, head_dim]``: views."""
+    planes = [layer.k, layer.v]
+    return [plane.swapaxes(0, 1) if isinstance(plane, np.ndarray) else plane for plane in planes]
+
+
 def poison_free_blocks(llm: AnyLLM) -> None:
     """Fill every block whose contents nobody may read, the null block included, with NaN."""
 
@@ -84,7 +90,7 @@ def poison_free_blocks(llm: AnyLLM) -> None:
         pool = block_pool(llm)
         ids = [0] + [block.block_id for block in pool.free_queue.get_all() if block.block_hash is None]
         for layer in kv_layers(llm):
-            for plane in (layer.k, layer.v):
+            for plane in block_planes(layer):
                 plane[np.array(ids) if isinstance(plane, np.ndarray) else mx.array(ids)] = float("nan")
 
     between_steps(llm, poison)

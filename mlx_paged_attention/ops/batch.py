@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mlx_paged_attention.ops.kernels.work_list import WorkList, work_list
 
 Split = tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]
+Pieces = tuple[tuple[int, int], ...]
 # Threadgroups per item and window: what a work list is cut for.
 Cut = tuple[int, int | None]
 
@@ -43,6 +44,7 @@ class AttentionBatch:
     _splits: dict[int, Split] = field(default_factory=dict, repr=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
     _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
+    _pieces: dict[int | None, Pieces] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -82,6 +84,21 @@ class AttentionBatch:
             short = [np.arange(*run) for run in self.runs if run[1] - run[0] <= limit]
             self._splits[limit] = long, np.concatenate(short) if short else np.empty(0, np.int64)
         return self._splits[limit]
+
+    def past_pieces(self, window: int | None) -> Pieces:
+        """What the first row's first token looks back on, as ranges of slots."""
+        if window not in self._pieces:
+            start, size = int(self.starts[0]), self.block_size
+            first = 0 if window is None else max(0, start - window + 1)
+            pieces = []
+            if first < start:
+                table = self.block_tables[0, first // size : -(-start // size)]
+                for blocks in np.split(table, np.flatnonzero(np.diff(table) != 1) + 1):
+                    pieces.append([int(blocks[0]) * size, (int(blocks[-1]) + 1) * size])
+                pieces[0][0] += first % size
+                pieces[-1][1] -= -start % size
+            self._pieces[window] = tuple((begin, end) for begin, end in pieces)
+        return self._pieces[window]
 
     def mask(self, window: int | None) -> mx.array:
         """Boolean ``[rows, 1, queries, longest]``: which positions each query may read."""

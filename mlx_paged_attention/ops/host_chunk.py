@@ -29,14 +29,14 @@ def attend_run(
 
     Args:
         q: ``[n, heads, head_dim]``.
-        k_pool, v_pool: ``[blocks, kv_heads, block_size, head_dim]``, the new tokens already written.
+        k_pool, v_pool: ``[kv_heads, blocks, block_size, head_dim]``, the new tokens already written.
         table: the sequence's block ids.
         window: attend to the last ``window`` positions only.
         sinks: ``[heads]`` or empty.
         out: ``[n, heads, v_head_dim]``.
     """
     n, heads, head_dim = q.shape
-    kv_heads, v_dim = k_pool.shape[1], v_pool.shape[3]
+    kv_heads, v_dim = k_pool.shape[0], v_pool.shape[3]
     group = heads // kv_heads
     most = max(1, MAX_SCORES_BYTES // (4 * heads * (start + n)))
     for low in range(0, n, most):

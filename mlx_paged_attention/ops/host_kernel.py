@@ -58,7 +58,7 @@ def attend_rows(
 
     Args:
         q: ``[n, heads, head_dim]``; query ``i`` belongs to table row ``i // queries_per_row``.
-        k_pool, v_pool: ``[blocks, kv_heads, block_size, head_dim]``.
+        k_pool, v_pool: ``[kv_heads, blocks, block_size, head_dim]``.
         block_tables: ``[rows, width]``.
         context_lens: ``[n]``, positions each query attends to.
         window: attend to the last ``window`` positions only; 0 is all.
@@ -90,7 +90,7 @@ def _attend_rows(
     out: F32,
 ) -> None:
     n, heads, head_dim = q.shape
-    kv_heads, block_size = k_pool.shape[1], k_pool.shape[2]
+    kv_heads, _, block_size, _ = k_pool.shape
     v_dim = v_pool.shape[3]
     group = heads // kv_heads
     for task in numba.prange(n * kv_heads):
@@ -115,8 +115,8 @@ def _attend_rows(
             begin = max(0, first - index * block_size)
             end = min(block_size, context - index * block_size)
             # Loops over slices from 0 vectorise: no index can be negative.
-            keys = k_pool[block, kv_head, begin:end]
-            values = v_pool[block, kv_head, begin:end]
+            keys = k_pool[kv_head, block, begin:end]
+            values = v_pool[kv_head, block, begin:end]
             for g in range(group):
                 query = q[row, head + g]
                 weights = scores[g, : keys.shape[0]]
@@ -167,7 +167,7 @@ def gather_positions(pool: F32, table: NDArray[np.int32], first: int, out: F32) 
         low = max(first, index * block_size)
         high = min(first + count, (index + 1) * block_size)
         for head in range(kv_heads):
-            source = pool[table[index], head]
+            source = pool[head, table[index]]
             out[head, low - first : high - first] = source[
                 low - index * block_size : high - index * block_size
             ]

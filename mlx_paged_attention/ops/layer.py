@@ -36,6 +36,9 @@ class AttentionLayer(ABC):
     def state(self) -> tuple[mx.array, ...]:
         """Arrays to evaluate so that everything written has been written; may be empty."""
 
+    def flush(self) -> None:  # noqa: B027  # most layers put nothing off
+        """Write what has been put off; whoever reads the pool by other ways than this class flushes first."""
+
     @abstractmethod
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         """Put keys and values into the batch's slots, in place."""

@@ -39,6 +39,12 @@ class KVPool:
         """Arrays to evaluate so that all that has been stated has run."""
         return [array for layer in self.layers for array in layer.state]
 
+    def flush(self) -> None:
+        """Wait until all that has been stated has run and lies in the pool."""
+        mx.eval(self.state)
+        for layer in self.layers:
+            layer.flush()
+
 
 class KernelPool(KVPool):
     """A pool whose layers are all written in place by the project's kernels, in one order."""

@@ -94,7 +94,7 @@ class ModelRunner:
                     [result.token_id],
                     None if result.logprobs is None else [result.logprobs],
                 )
-        mx.eval(self._pool.state)
+        self._pool.flush()
         prompt_logprobs = self._prompt_logprobs(forwards)
         outputs = []
         for row in plan.rows:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engine_hooks import between_steps, block_pool, kv_layers
+from engine_hooks import between_steps, block_planes, block_pool, kv_layers
 from oracle import assert_matches, greedy, varied_prompt
 
 from mlx_paged_attention import LLM
@@ -46,7 +46,7 @@ def published_contents(llm):
 
     def read():
         blocks = [block for block in block_pool(llm).blocks if block.block_hash is not None]
-        planes = [np.array(plane) for layer in kv_layers(llm) for plane in (layer.k, layer.v)]
+        planes = [np.array(plane) for layer in kv_layers(llm) for plane in block_planes(layer)]
         return {(b.block_id, b.block_hash): b"".join(p[b.block_id].tobytes() for p in planes) for b in blocks}
 
     return between_steps(llm, read)

@@ -43,13 +43,20 @@ def test_the_window_holds_exactly_its_length_of_keys(engine, last_is):
         assert output.outputs[0].token_ids[0] == prompt[-1]
         return output.outputs[0].logprobs[1]
 
+    def difference(prompt):
+        """The largest change of a log-probability; rounding depends on where the blocks lie."""
+        found = last_logprobs(prompt)
+        return max(
+            abs(found[token].logprob - of.logprob) if token in found else 1 for token, of in right.items()
+        )
+
     prompt = varied_prompt(20, 5)
     right = last_logprobs(prompt)
     outside, inside = list(prompt), list(prompt)
     outside[-1 - WINDOW] ^= 1
     inside[-WINDOW] ^= 1
-    assert last_logprobs(outside) == right
-    assert last_logprobs(inside) != right
+    assert difference(outside) < 2e-5
+    assert difference(inside) > 1e-2
 
 
 def test_short_and_long_rows_in_one_batch(engine, oracle):

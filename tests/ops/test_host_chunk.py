@@ -33,6 +33,7 @@ def run_case(start, count, seed=0):
 def run(q, k, v, table, start, window=None, sinks=None):
     out = np.full((len(q), HEADS, V_DIM), np.nan, np.float32)
     sinks = np.empty(0, np.float32) if sinks is None else sinks
+    k, v = (np.ascontiguousarray(pool.swapaxes(0, 1)) for pool in (k, v))
     attend_run(q, k, v, table, start, scale=DIM**-0.5, window=window, sinks=sinks, out=out)
     return out
 
@@ -81,7 +82,7 @@ def test_gathered_positions_are_the_sequences_own_in_order(first, count):
     pool = np.arange(5 * 2 * 8 * 3, dtype=np.float32).reshape(5, 2, 8, 3)
     table = np.array([4, 1, 3], np.int32)
     out = np.empty((2, count, 3), np.float32)
-    gather_positions(pool, table, first, out)
+    gather_positions(np.ascontiguousarray(pool.swapaxes(0, 1)), table, first, out)
     whole = pool[table].transpose(1, 0, 2, 3).reshape(2, 24, 3)
     assert (out == whole[:, first : first + count]).all()
 

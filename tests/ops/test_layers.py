@@ -37,6 +37,14 @@ def make_layer(kind, window=None, *, filled_with=np.nan, num_blocks=NUM_BLOCKS):
     return layer
 
 
+def blocks_of(layer):
+    """Keys and values as ``[blocks, kv_heads, block_size, dim]``."""
+    layer.flush()
+    if isinstance(layer, HostLayer):
+        return layer.k.swapaxes(0, 1), layer.v.swapaxes(0, 1)
+    return np.array(layer.k), np.array(layer.v)
+
+
 class Sequences:
     """What has been written of each sequence, and the batches that write more."""
 
@@ -125,6 +133,70 @@ def test_chunks_and_decode_rows_equal_dense_attention_among_nan(kind, window, si
         np.testing.assert_allclose(out, expected, atol=2e-5, err_msg=f"{rows} x {queries}")
 
 
+def one_token(table, start, *, window=None, seed=0):
+    """A token behind ``start`` others whose blocks are ``table``, on a host layer among NaN."""
+    layer, rng = make_layer(HostLayer, window), np.random.default_rng(seed)
+    keys = rng.standard_normal((start + 1, KV_HEADS, DIM)).astype(np.float32)
+    values = rng.standard_normal((start + 1, KV_HEADS, V_DIM)).astype(np.float32)
+    slots = np.array([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start + 1)])
+    for plane, new in ((layer.k, keys), (layer.v, values)):
+        plane[:, slots[:-1] // BLOCK_SIZE, slots[:-1] % BLOCK_SIZE] = new[:-1].swapaxes(0, 1)
+    batch = AttentionBatch(
+        np.array([start], np.int32), 1, slots[-1:], np.array([table], np.int32), BLOCK_SIZE
+    )
+    q = rng.standard_normal((1, HEADS, 1, DIM)).astype(np.float32)
+    sequences = Sequences()
+    sequences.keys, sequences.values = [keys], [values]
+    expected = sequences.attention([0], q, window, None)
+    k, v = keys[-1].reshape(1, KV_HEADS, 1, DIM), values[-1].reshape(1, KV_HEADS, 1, V_DIM)
+    return layer, batch, [mx.array(x) for x in (q, k, v)], expected
+
+
+PIECES = {
+    "ascending": ([3, 4, 5, 6, 7, 8, 9], 1),
+    "descending": ([9, 8, 7, 6, 5, 4, 3], 6),
+    "in two pieces": ([20, 21, 22, 5, 6, 7, 8], 2),
+    "in four pieces": ([20, 21, 30, 31, 2, 9, 10], 4),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 9, 17, 100])
+@pytest.mark.parametrize("start", [0, 1, 7, 8, 9, 41, 47, 48])
+@pytest.mark.parametrize("table", [table for table, _ in PIECES.values()], ids=list(PIECES))
+def test_a_single_token_equals_dense_attention_wherever_its_blocks_lie(table, start, window):
+    layer, batch, arrays, expected = one_token(table, start, window=window)
+    out = np.array(layer.attend(*arrays, batch, scale=SCALE))
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    block, offset = batch.slots[0] // BLOCK_SIZE, batch.slots[0] % BLOCK_SIZE
+    keys, values = blocks_of(layer)
+    np.testing.assert_array_equal(keys[block, :, offset], np.array(arrays[1])[0, :, 0])
+    np.testing.assert_array_equal(values[block, :, offset], np.array(arrays[2])[0, :, 0])
+
+
+@pytest.mark.parametrize(("table", "pieces"), PIECES.values(), ids=list(PIECES))
+def test_the_past_of_a_token_comes_in_as_few_pieces_as_its_blocks_lie_in(table, pieces):
+    _, batch, _, _ = one_token(table, 45)
+    found = batch.past_pieces(None)
+    assert len(found) == pieces
+    slots = [slot for begin, end in found for slot in range(begin, end)]
+    assert slots == [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(45)]
+    assert [s for begin, end in batch.past_pieces(11) for s in range(begin, end)] == slots[-10:]
+    assert batch.past_pieces(1) == ()
+
+
+def test_what_a_single_token_has_still_to_write_is_there_for_every_reader():
+    for read in (
+        lambda layer, batch, q: layer.gather(batch, 0, 41, 42)[0],
+        lambda layer, batch, q: layer.gather_rows(batch)[0][:, :, 41:42],
+    ):
+        layer, batch, (q, k, v), _ = one_token(PIECES["ascending"][0], 41)
+        layer.attend(q, k, v, batch, scale=SCALE)
+        np.testing.assert_array_equal(np.array(read(layer, batch, q)), np.array(k))
+    layer, batch, (q, k, v), expected = one_token(PIECES["ascending"][0], 41)
+    layer.attend(q, k, v, batch, scale=SCALE)
+    np.testing.assert_allclose(np.array(layer.attend_in_place(q, batch, SCALE, None)), expected, atol=2e-5)
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 2**16),
@@ -153,9 +225,9 @@ def test_both_layers_equal_dense_attention_for_random_batches(seed, window, with
         expected = sequences.attention(rows, q, window, sinks)
         for layer in layers:
             np.testing.assert_allclose(attend(layer, batch, q, k, v, sinks), expected, atol=2e-5)
-    host, device = layers
-    np.testing.assert_array_equal(host.k, np.array(device.k))
-    np.testing.assert_array_equal(host.v, np.array(device.v))
+    host, device = (blocks_of(layer) for layer in layers)
+    for host_plane, device_plane in zip(host, device, strict=True):
+        np.testing.assert_array_equal(host_plane, device_plane)
 
 
 @LAYERS
@@ -165,7 +237,7 @@ def test_a_write_touches_its_slots_and_no_other(kind):
     a, b = sequences.new(), sequences.new()
     batch, _, k, v = sequences.extend([a, b], 5)
     layer.write(mx.array(k), mx.array(v), batch)
-    for plane, new in ((np.array(layer.k), k), (np.array(layer.v), v)):
+    for plane, new in zip(blocks_of(layer), (k, v), strict=True):
         expected = np.full_like(plane, -7.0)
         for i, row in enumerate([a, b]):
             expected[sequences.blocks[row][0], :, :5] = new[i]
@@ -180,7 +252,7 @@ def test_many_tokens_may_go_into_the_null_block_at_once(kind):
     )
     k = mx.ones((3, KV_HEADS, 1, DIM))
     layer.write(k, mx.ones((3, KV_HEADS, 1, V_DIM)), batch)
-    plane = np.array(layer.k)
+    plane, _ = blocks_of(layer)
     assert (plane[0, :, 3] == 1).all()
     assert plane.sum() == KV_HEADS * DIM
 
@@ -303,9 +375,9 @@ def test_two_threads_may_attend_at_once_whatever_threading_numba_found():
         "from test_layers import HostLayer, Sequences, attend, make_layer\n"
         "def work(seed):\n"
         "    layer, sequences = make_layer(HostLayer), Sequences(seed)\n"
-        "    row = sequences.new()\n"
-        "    for _ in range(200):\n"
-        "        out = attend(layer, *sequences.extend([row], 1))\n"
+        "    rows = [sequences.new(), sequences.new()]\n"
+        "    for _ in range(100):\n"
+        "        out = attend(layer, *sequences.extend(rows, 1))\n"
         "    np.testing.assert_array_less(np.abs(out), 10)\n"
         "threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"

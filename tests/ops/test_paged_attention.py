@@ -60,6 +60,7 @@ def dense_attention(q, dense, *, window=None, sinks=None, softcap=None):
 def host(q, k, v, tables, lens, *, window=None, sinks=None, softcap=None):
     out = np.empty((q.shape[0], q.shape[1], v.shape[3]), np.float32)
     no_sinks = np.empty(0, np.float32)
+    k, v = (np.ascontiguousarray(pool.swapaxes(0, 1)) for pool in (k, v))
     attend_rows(
         q, k, v, tables, lens, 1, np.float32(q.shape[2] ** -0.5), window or 0,
         np.float32(softcap or 0), no_sinks if sinks is None else sinks, out,

@@ -29,12 +29,16 @@ def test_the_pool_has_an_array_per_plane_in_the_order_of_the_specs(host):
     pool = make_pool(specs, 5, host=host)
     assert [layer.spec for layer in pool.layers] == specs
     assert all(type(layer) is (HostLayer if host else DeviceLayer) for layer in pool.layers)
-    assert [(layer.k.shape, layer.v.shape) for layer in pool.layers] == [
+    shapes = [(layer.k.shape, layer.v.shape) for layer in pool.layers]
+    if host:  # a head's blocks lie together there
+        shapes = [tuple((shape[1], shape[0], *shape[2:]) for shape in pair) for pair in shapes]
+    assert shapes == [
         ((5, 2, 8, 16), (5, 2, 8, 16)),
         ((5, 3, 8, 24), (5, 3, 8, 8)),
         ((5, 1, 8, 16), (5, 1, 8, 16)),
     ]
-    assert all(not np.array(plane).any() for layer in pool.layers for plane in (layer.k, layer.v))
+    if not host:  # what the host's layers hold before it is written is never read: see their tests among NaN
+        assert all(not np.array(plane).any() for layer in pool.layers for plane in (layer.k, layer.v))
     assert (pool.num_blocks, pool.block_size) == (5, BLOCK_SIZE)
 
 
