@@ -4,8 +4,9 @@
 
 The package is not instrumented: its functions are wrapped from outside, and time is charged to
 the innermost wrapped function that runs. MLX is lazy, so what its operations take is spent where
-they are evaluated: between attentions by the layer that needs its inputs, and for the last layer
-and the head by an evaluation that this script adds ahead of sampling.
+they are evaluated: between attentions by the layer that needs its inputs or, at one row, beside the
+statement of the next layers; and what is then left by an evaluation that this script adds ahead of
+sampling.
 """
 
 import argparse
@@ -33,8 +34,8 @@ from mlx_paged_attention.ops import host  # isort: skip
 SCHEDULING = "scheduling (ours)"
 BATCH = "batch building (ours)"
 GRAPH = "graph building of the model (Python and MLX)"
-EVALUATION = "evaluation of MLX operations between attentions"
-HEAD = "evaluation of what is left: layers at one row, else the last one's rest; the head"
+EVALUATION = "evaluation of MLX operations up to the last attention"
+HEAD = "evaluation of what is left of the last layers, and the head"
 KERNEL = "attention kernel (ours)"
 HAND_OVER = "handing arrays to the kernel and back (ours)"
 WRITE = "KV write (ours)"
@@ -59,6 +60,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (host.HostLayer, "attend_in_place", HAND_OVER),
     (host, "attend_rows", KERNEL),
     (mx, "eval", EVALUATION),
+    (mx, "async_eval", EVALUATION),  # waits while many operations are queued
 )
 
 
