@@ -112,11 +112,6 @@ class AttentionBatch:
         return self._masks[window]
 
     @cached_property
-    def block_slots(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``slots`` as (block ids, offsets)."""
-        return np.divmod(self.slots, self.block_size)
-
-    @cached_property
     def device_slots(self) -> tuple[mx.array, mx.array]:
         """``slots`` as (block ids, offsets), int32 ``[rows * queries]`` each, on the device."""
         blocks, offsets = np.divmod(self.slots, self.block_size)

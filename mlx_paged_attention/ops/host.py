@@ -7,13 +7,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.ops.batch import AttentionBatch, Pieces
 from mlx_paged_attention.ops.host_chunk import attend_run
-from mlx_paged_attention.ops.host_kernel import attend_rows
+from mlx_paged_attention.ops.host_kernel import attend_rows, write_tokens
+from mlx_paged_attention.ops.host_memory import reserve
 from mlx_paged_attention.ops.layer import AttentionLayer
 
-Plane = NDArray[np.float32]
+F32 = NDArray[np.float32]
 # Longer runs of one sequence's tokens gather their context once and multiply matrices; up to here,
 # reading the blocks in place for every token costs less.
 SHORT_RUN = 4
@@ -42,14 +43,8 @@ class HostLayer(AttentionLayer):
     def __init__(self, spec: LayerKVSpec, num_blocks: int) -> None:
         super().__init__(spec)
         # The same memory twice: numpy's views write, MLX's arrays only read.
-        self._pool = tuple(
-            mx.empty((plane.shape[0], num_blocks * plane.shape[1], plane.shape[2])) for plane in spec.planes
-        )
-        mx.eval(self._pool)
-        self.k, self.v = (
-            np.array(pool, copy=False).reshape(plane.shape[0], num_blocks, *plane.shape[1:])
-            for pool, plane in zip(self._pool, spec.planes, strict=True)
-        )
+        self._pool_k, self.k = _reserve(spec.planes[0], num_blocks)
+        self._pool_v, self.v = _reserve(spec.planes[1], num_blocks)
         self._unwritten: tuple[mx.array, mx.array, AttentionBatch] | None = None
 
     @property
@@ -65,12 +60,13 @@ class HostLayer(AttentionLayer):
         if unwritten is not None:
             self.write(*unwritten)
 
+    def discard(self) -> None:
+        self._unwritten = None
+
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         self.flush()
         mx.eval(keys, values)
-        blocks, offsets = batch.block_slots
-        for plane, new in ((self.k, keys), (self.v, values)):
-            plane[:, blocks, offsets] = _token_rows(new).swapaxes(0, 1)
+        write_tokens(_token_rows(keys), _token_rows(values), batch.slots, self.k, self.v)
 
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         self.flush()
@@ -120,7 +116,7 @@ class HostLayer(AttentionLayer):
     ) -> mx.array:
         self.flush()
         self._unwritten = keys, values, batch
-        pool_k, pool_v = self._pool
+        pool_k, pool_v = self._pool_k, self._pool_v
         q = (queries * scale).reshape(pool_k.shape[0], -1, pool_k.shape[2])
         k = [*(pool_k[:, begin:end] for begin, end in pieces), keys[0]]
         v = [*(pool_v[:, begin:end] for begin, end in pieces), values[0]]
@@ -136,7 +132,7 @@ class HostLayer(AttentionLayer):
     ) -> mx.array:
         self.flush()
         rows, heads, length, _ = queries.shape
-        q = np.ascontiguousarray(_token_rows(queries))
+        q = _token_rows(queries)
         out = np.empty((rows * length, heads, self.v.shape[3]), np.float32)
         sink_logits = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
         long_runs, short = batch.split(SHORT_RUN)
@@ -166,13 +162,13 @@ class HostLayer(AttentionLayer):
 
     def _attend_tokens(
         self,
-        q: Plane,
+        q: F32,
         tables: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         queries_per_row: int,
         scale: float,
-        sinks: Plane,
-        out: Plane,
+        sinks: F32,
+        out: F32,
     ) -> None:
         window, no_cap = self.spec.window or 0, np.float32(0)
         attend_rows(
@@ -190,14 +186,20 @@ class HostLayer(AttentionLayer):
         )
 
 
-def _token_rows(x: mx.array) -> Plane:
-    """``[rows, heads, queries, head_dim]`` as a numpy ``[rows * queries, heads, head_dim]``."""
+def _reserve(plane: Plane, num_blocks: int) -> tuple[mx.array, F32]:
+    kv_heads, block_size, head_dim = plane.shape
+    array, view = reserve((kv_heads, num_blocks * block_size, head_dim))
+    return array, view.reshape(kv_heads, num_blocks, block_size, head_dim)
+
+
+def _token_rows(x: mx.array) -> F32:
+    """``[rows, heads, queries, head_dim]`` as a contiguous numpy ``[rows * queries, heads, head_dim]``."""
     view = np.array(x, copy=False)
     rows, heads, queries, head_dim = view.shape
-    return view.transpose(0, 2, 1, 3).reshape(rows * queries, heads, head_dim)
+    return np.ascontiguousarray(view.transpose(0, 2, 1, 3).reshape(rows * queries, heads, head_dim))
 
 
-def _gather(plane: Plane, table: NDArray[np.int32]) -> Plane:
+def _gather(plane: F32, table: NDArray[np.int32]) -> F32:
     """Blocks by table: ``[rows, kv_heads, width * block_size, head_dim]``."""
     rows, width = table.shape
     kv_heads, _, block_size, head_dim = plane.shape

@@ -157,6 +157,20 @@ _serial = numba.njit(fastmath=_FAST, cache=True, error_model="numpy")(_attend_ro
 _parallel = numba.njit(parallel=True, fastmath=_FAST, cache=True, error_model="numpy")(_attend_rows)
 
 
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def write_tokens(keys: F32, values: F32, slots: NDArray[np.int64], k_pool: F32, v_pool: F32) -> None:
+    """Copy ``[n, kv_heads, head_dim]`` keys and values to slots int64 ``[n]`` of a layer's pool."""
+    block_size = k_pool.shape[2]
+    for token in range(slots.shape[0]):
+        block = slots[token] // block_size
+        offset = slots[token] % block_size
+        for head in range(keys.shape[1]):
+            for d in range(keys.shape[2]):
+                k_pool[head, block, offset, d] = keys[token, head, d]
+            for d in range(values.shape[2]):
+                v_pool[head, block, offset, d] = values[token, head, d]
+
+
 @numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
 def gather_positions(pool: F32, table: NDArray[np.int32], first: int, out: F32) -> None:
     """Copy positions ``first``, ``first + 1``, ... of a sequence to ``out``, ``[kv_heads, n, head_dim]``."""

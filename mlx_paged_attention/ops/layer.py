@@ -39,6 +39,9 @@ class AttentionLayer(ABC):
     def flush(self) -> None:  # noqa: B027  # most layers put nothing off
         """Write what has been put off; whoever reads the pool by other ways than this class flushes first."""
 
+    def discard(self) -> None:  # noqa: B027
+        """Forget what has been put off: the step it belongs to has failed."""
+
     @abstractmethod
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         """Put keys and values into the batch's slots, in place."""

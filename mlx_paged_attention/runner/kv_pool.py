@@ -45,6 +45,11 @@ class KVPool:
         for layer in self.layers:
             layer.flush()
 
+    def discard(self) -> None:
+        """Forget what a step that failed has put off."""
+        for layer in self.layers:
+            layer.discard()
+
 
 class KernelPool(KVPool):
     """A pool whose layers are all written in place by the project's kernels, in one order."""

@@ -81,6 +81,13 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute a step: every row's tokens, then one new token for each row that samples."""
+        try:
+            return self._execute(plan)
+        except BaseException:
+            self._pool.discard()
+            raise
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
         forwards = self.forward(plan)
         sampled = [row.request_id for forward in forwards for row in forward.planned if row.sample]
         tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}

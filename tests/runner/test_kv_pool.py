@@ -71,3 +71,26 @@ def test_a_pool_on_a_device_needs_no_compiler():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == str(2 * 2 * 4 * 8 * 4), result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_pool_on_the_host_takes_memory_as_blocks_are_written():
+    code = (
+        "from pathlib import Path\n"
+        "import mlx_paged_attention\n"
+        "from mlx_paged_attention.cache.spec import LayerKVSpec, Plane\n"
+        "from mlx_paged_attention.runner.kv_pool import make_pool\n"
+        "resident = lambda: int(Path('/proc/self/statm').read_text().split()[1]) >> 8\n"
+        "specs = [LayerKVSpec(tuple(Plane(n, 'float32', (4, 16, 64)) for n in 'kv'))] * 4\n"
+        "small = make_pool(specs, 2, host=True)\n"  # all that is imported on demand
+        "before = resident()\n"
+        "pool = make_pool(specs, 1 << 15, host=True)\n"
+        "reserved = resident()\n"
+        "for layer in pool.layers: layer.k[:, :4096] = 1\n"
+        "print(pool.nbytes >> 20, reserved - before, resident() - reserved)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    size, reserved, written = map(int, result.stdout.split())
+    assert size == 4096
+    assert reserved < 64
+    assert 256 - 8 <= written < 256 + 64

@@ -253,6 +253,28 @@ def test_a_model_that_raises_leaves_the_seam_clean_and_the_next_step_right(loade
     assert int(logits[0, -1].argmax()) == oracle("llama").greedy(PROMPTS["a"], 1).token_ids[0]
 
 
+def test_nothing_of_a_step_that_failed_is_written_later(loaded, monkeypatch):
+    driver = StepDriver(*loaded, on_host=True)
+    driver.add("b", PROMPTS["b"])
+    driver.step(b=5)
+    layers = driver.runner._pool.layers
+    before = [layer.k.copy() for layer in layers]
+
+    def raising(*args, **kwargs):
+        seam.scaled_dot_product_attention(*args, **kwargs)
+        assert layers[0].state, "the first layer has written at once"
+        raise RuntimeError("out of memory")
+
+    plan = driver.plan(b=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "scaled_dot_product_attention", raising)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            driver.runner.execute(plan)
+    driver.runner._pool.flush()
+    for layer, keys in zip(layers, before, strict=True):
+        np.testing.assert_array_equal(layer.k, keys)
+
+
 def test_a_model_that_fetches_keys_and_never_attends_is_an_error(loaded, monkeypatch):
     driver = StepDriver(*loaded)
     driver.add("a", PROMPTS["b"])

@@ -1,0 +1,50 @@
+"""Memory that both MLX and numpy can name, committed by the operating system as it is first written."""
+
+import io
+from typing import BinaryIO, cast
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+
+def reserve(shape: tuple[int, ...]) -> tuple[mx.array, NDArray[np.float32]]:
+    """A float32 array of unspecified content, as MLX's and as numpy's writable view of the same memory.
+
+    ``mx.empty`` and ``mx.zeros`` write every page on the CPU, and MLX takes numpy's memory by copying it.
+    Loading is the one way to have MLX allocate and not write: it hands the memory to the file
+    to be filled, and this file leaves it as it is.
+    """
+    array = mx.load(cast(BinaryIO, _Unread(shape)), format="npy")
+    assert isinstance(array, mx.array)
+    mx.eval(array)
+    return array, np.array(array, copy=False)
+
+
+class _Unread(io.RawIOBase):
+    """A ``.npy`` file of float32 whose data is never there: reading it leaves the buffer as it is."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            self._header, {"descr": "<f4", "fortran_order": False, "shape": shape}
+        )
+        self._data_begins = self._header.tell()
+        self._header.seek(0)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._header.tell() < self._data_begins:
+            return self._header.readinto(buffer)
+        return len(buffer)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._header.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._header.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
