@@ -16,17 +16,25 @@ from mlx_paged_attention import __version__
 from mlx_paged_attention.api.environment import Facts, gather_facts, problems
 from mlx_paged_attention.api.report import size
 from mlx_paged_attention.blas import load_blas
+from mlx_paged_attention.errors import MlxPagedError
+from mlx_paged_attention.kernel_check.jobs import all_jobs
+from mlx_paged_attention.kernel_check.report import KernelReport
+from mlx_paged_attention.kernel_check.session import check_kernels
 from mlx_paged_attention.models.default_model import DEFAULT_MODEL_NAME, cached_default_model
 from mlx_paged_attention.paths import cache_dir
 
 # In a process of its own: MLX may be missing or crash, and nothing of the API imports it.
 _PROBE = """
-import json
+import importlib.util, json
 import mlx_paged_attention
 import mlx.core as mx
+from mlx_paged_attention.ops.kernels.make import backend
 info = {"device": str(mx.default_device()), "matmul": float(mx.sum(mx.ones((8, 8)) @ mx.ones((8, 8))))}
 info["metal"] = mx.metal.is_available()
 info["cuda"] = mx.cuda.is_available()
+info["kernels"] = backend() or "none"
+on_host = mx.default_device() == mx.Device(mx.cpu) and importlib.util.find_spec("numba")
+info["pool"] = "numpy arrays" if on_host else "MLX arrays, written " + ("in place" if backend() else "anew")
 info["device_info"] = {key: str(value) for key, value in mx.device_info().items()}
 print(json.dumps(info))
 """
@@ -36,6 +44,7 @@ EXAMPLES = """Examples:
 
     mlx-paged doctor
     mlx-paged doctor --json > report.json
+    mlx-paged doctor --kernels
 """
 
 
@@ -44,12 +53,24 @@ def doctor(
     as_json: Annotated[
         bool, Parameter(name="--json", help="Print JSON.", negative="", show_default=False)
     ] = False,
+    kernels: Annotated[
+        bool,
+        Parameter(
+            help="On a GPU: compile, check and time the attention kernels, in about a minute, and print a "
+            "block to paste into an issue instead. Exit 1 if a kernel is wrong.",
+            negative="",
+            show_default=False,
+        ),
+    ] = False,
 ) -> int:
     """Print versions, back end, memory and caches; exit 1 if something keeps models from running."""
     facts = gather_facts()
     report = examine(facts)
-    if as_json:
-        print(json.dumps(report, indent=2))
+    checked = _check_kernels(report) if kernels else None
+    if checked is not None and not as_json:
+        print(checked.as_markdown(_short_facts(report)))
+    elif as_json:
+        print(json.dumps(report | ({} if checked is None else {"kernels": checked.as_json()}), indent=2))
     else:
         for name, value in report.items():
             if name != "problems":
@@ -58,7 +79,33 @@ def doctor(
             print(f"{'problem':<14} {problem}")
         if not report["problems"]:
             print(f"{'problems':<14} none")
-    return 1 if report["problems"] else 0
+    return 1 if report["problems"] or (checked is not None and checked.failures) else 0
+
+
+def _check_kernels(report: dict[str, Any]) -> KernelReport:
+    backend = report["backend"]
+    if "error" in backend:
+        raise MlxPagedError(f"the kernels cannot be checked: {report['problems'][0]}")
+    if backend["kernels"] == "none":
+        raise MlxPagedError(
+            f"--kernels needs a GPU that MLX can use: here MLX runs on {backend['device']} and there are no "
+            "kernels to check; mlx-paged doctor alone works here"
+        )
+    return check_kernels(all_jobs(backend["kernels"]))
+
+
+def _short_facts(report: dict[str, Any]) -> list[str]:
+    """What a reader of kernel timings must know; no paths, since it is made to be published."""
+    backend, machine = report["backend"], report["machine"]
+    device = backend["device_info"]
+    packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
+    return [
+        f"mlx-paged-attention {report['version']}, {packages}, Python {platform.python_version()}",
+        f"{machine['platform']}, {machine['cores']} cores, {machine['memory']}",
+        f"{device.get('device_name', '?')} ({device.get('architecture', '?')}), "
+        f"kernels for {backend['kernels']}",
+        *(f"problem: {problem}" for problem in report["problems"]),
+    ]
 
 
 def examine(facts: Facts) -> dict[str, Any]:

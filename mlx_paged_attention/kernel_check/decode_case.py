@@ -1,40 +1,70 @@
-"""Cases for the paged decode kernels: random pools, and what attention over them must give."""
+"""DecodeCase: random queries and a pool, and what attention over them must give."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
 from mlx_paged_attention.ops.kernels.work_list import work_list
 
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+# Largest error relative to the largest value of the reference.
+TOLERANCE: dict[mx.Dtype, float] = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+# A log-sum-exp may be this many times as far off, and absolutely.
+LSE_FACTOR = 10
 
 
 @dataclass
-class Case:
+class DecodeCase:
     """Queries and pools with shuffled tables; every slot that no query may read is NaN.
 
-    Row ``b`` holds ``contexts[b]`` positions; its ``queries`` attend up to the last ones of them,
-    as tokens of one sequence do.
+    Row ``b`` holds ``contexts[b]`` positions; its queries attend up to the last ones of them, as
+    tokens of one sequence do.
+
+    Attributes:
+        q: ``[rows, heads, queries, head_dim]``.
+        k, v: ``[blocks, kv_heads, block_size, head_dim]``.
+        tables: int32 ``[rows, width]``.
+        lens: int32 ``[rows * queries]``.
+        sinks: float32 ``[heads]``.
+        window, softcap: as for ``paged_attention``.
     """
 
-    q: mx.array  # [rows, heads, queries, head_dim]
+    q: mx.array
     k: mx.array
     v: mx.array
-    tables: np.ndarray
-    lens: np.ndarray  # [rows * queries]
+    tables: NDArray[np.int32]
+    lens: NDArray[np.int32]
     sinks: mx.array | None
     window: int | None
     softcap: float | None
 
     @classmethod
     def random(
-        cls, seed, dtype, heads, contexts, *,
-        queries=1, window=None, sink=None, softcap=None, size=16,
-    ):  # fmt: skip
-        """``heads``: (heads, kv_heads, head_dim, v_head_dim)."""
+        cls,
+        seed: int,
+        dtype: mx.Dtype,
+        heads: tuple[int, int, int, int],
+        contexts: Sequence[int],
+        *,
+        queries: int = 1,
+        window: int | None = None,
+        sink: float | None = None,
+        softcap: float | None = None,
+        size: int = 16,
+    ) -> Self:
+        """A case of numbers drawn from a normal distribution.
+
+        Args:
+            heads: (heads, kv_heads, head_dim, v_head_dim).
+            contexts: positions of each row.
+            sink: mean of the heads' sinks; none by default.
+            size: tokens per block.
+        """
         rng = np.random.default_rng(seed)
         num_heads, kv_heads, head_dim, v_dim = heads
         ends = np.array(contexts)
@@ -51,11 +81,18 @@ class Case:
                 plane[tables[row, at // size], :, at % size] = new
         q = rng.standard_normal((len(ends), num_heads, queries, head_dim)).astype(np.float32)
         sinks = None if sink is None else mx.array(rng.standard_normal(num_heads).astype(np.float32) + sink)
-        q, k, v = (mx.array(x).astype(dtype) for x in (q, k, v))
-        return cls(q, k, v, tables, lens.astype(np.int32).reshape(-1), sinks, window, softcap)
+        typed_q, typed_k, typed_v = (mx.array(x).astype(dtype) for x in (q, k, v))
+        lens = lens.astype(np.int32).reshape(-1)
+        return cls(typed_q, typed_k, typed_v, tables, lens, sinks, window, softcap)
 
-    def attend(self, target=None, capacity=None):
-        """The kernels' output ``[rows, queries, heads, v_head_dim]`` and log-sum-exp."""
+    def attend(
+        self, target: int | None = None, capacity: int | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The kernels' output ``[rows, queries, heads, v_head_dim]`` and log-sum-exp.
+
+        Args:
+            target, capacity: as for ``work_list``; 1 and ``None`` leave every context whole.
+        """
         work = work_list(
             self.lens,
             self.q.shape[2],
@@ -72,7 +109,7 @@ class Case:
         assert out.dtype == self.q.dtype
         return np.array(out.astype(mx.float32)).swapaxes(1, 2), np.array(lse)
 
-    def expected(self):
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The same in float64, from the values that the arrays hold."""
         q, k, v = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (self.q, self.k, self.v))
         rows, heads, queries, head_dim = q.shape
@@ -101,10 +138,16 @@ class Case:
             out[row, i] = result.reshape(heads, -1)
         return out, lse
 
-    def errors(self, target=None):
+    def errors(self, target: int | None = None) -> tuple[float, float]:
         """Largest error of the output relative to its largest value, and of the log-sum-exp."""
-        out, lse = self.attend(target)
-        want, want_lse = self.expected()
-        with np.errstate(invalid="ignore"):
-            gap = np.where(lse == want_lse, 0, np.abs(lse - want_lse))
-        return float(np.abs(out - want).max() / max(np.abs(want).max(), 1e-9)), float(gap.max())
+        return errors(self.attend(target), self.expected())
+
+
+def errors(
+    got: tuple[NDArray[Any], NDArray[Any]], want: tuple[NDArray[Any], NDArray[Any]]
+) -> tuple[float, float]:
+    """Largest error of an output relative to the largest value wanted, and of a log-sum-exp; may be NaN."""
+    (out, lse), (want_out, want_lse) = got, want
+    with np.errstate(invalid="ignore"):
+        gap = np.where(lse == want_lse, 0, np.abs(lse - want_lse))
+    return float(np.abs(out - want_out).max() / max(np.abs(want_out).max(), 1e-9)), float(gap.max())
