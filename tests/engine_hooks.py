@@ -13,10 +13,10 @@ import numpy as np
 
 from mlx_paged_attention import LLM, AsyncLLM, SamplingParams
 from mlx_paged_attention.cache.block_pool import BlockPool
-from mlx_paged_attention.engine.engine import Engine
+from mlx_paged_attention.engine.engine import Engine, LaunchedStep
 from mlx_paged_attention.engine.outputs import EngineStats, RequestOutput
 from mlx_paged_attention.ops.layer import AttentionLayer
-from mlx_paged_attention.scheduler.step_plan import StepOutput, StepPlan
+from mlx_paged_attention.scheduler.step_plan import StepPlan
 
 AnyLLM = LLM | AsyncLLM
 Result = TypeVar("Result")
@@ -108,17 +108,17 @@ def recorded_plans(llm: AnyLLM) -> Iterator[list[StepPlan]]:
 def wrapped_execute(llm: AnyLLM, before: Callable[[StepPlan], Any]) -> Iterator[None]:
     """Call ``before`` with every plan, on the engine's thread, just before it is run."""
     runner = engine_of(llm)._runner
-    execute = runner.execute
+    launch = runner.launch
 
-    def wrapped(plan: StepPlan) -> StepOutput:
+    def wrapped(plan: StepPlan) -> LaunchedStep:
         before(plan)
-        return execute(plan)
+        return launch(plan)
 
-    runner.execute = wrapped
+    runner.launch = wrapped
     try:
         yield
     finally:
-        runner.execute = execute
+        runner.launch = launch
 
 
 def submit(

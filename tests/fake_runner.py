@@ -11,7 +11,7 @@ from mlx_paged_attention.cache.block_hash import root_hash
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.scheduler.request import Request
-from mlx_paged_attention.scheduler.step_plan import RowOutput, StepOutput, StepPlan
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, PlannedRow, RowOutput, StepOutput, StepPlan
 
 VOCAB_SIZE = 250
 
@@ -61,6 +61,7 @@ class FakeRunner:
         self._states: dict[str, list[int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._failed: set[str] = set()
+        self.sampled: dict[str, int] = {}  # by the last step in which the request sampled
 
     def run(self, plan: StepPlan) -> StepOutput:
         assert plan.rows
@@ -73,13 +74,11 @@ class FakeRunner:
             table += row.new_block_ids
             del states[row.start :]
             assert len(states) == row.start, f"{row.request_id} leaves a gap"
-            for token in row.token_ids:
+            for token in self._known(row):
                 states.append(_extend(states[-1] if states else 0, token))
             if row.request_id in self._failed:
                 # Whoever takes this token has a wrong answer.
-                outputs.append(
-                    RowOutput(row.request_id, [(states[-1] + 1) % VOCAB_SIZE] if row.sample else [])
-                )
+                outputs.append(self._output(row, (states[-1] + 1) % VOCAB_SIZE))
                 continue
             for position in range(max(row.start, row.write_from), len(states)):
                 slot = self._slot(table, position)
@@ -90,7 +89,7 @@ class FakeRunner:
             for position, state in enumerate(states):
                 found = self._slots.get(self._slot(table, position))
                 assert found == state, f"{row.request_id} reads another's slot at {position}"
-            outputs.append(RowOutput(row.request_id, [states[-1] % VOCAB_SIZE] if row.sample else []))
+            outputs.append(self._output(row, states[-1] % VOCAB_SIZE))
         return StepOutput(plan.step, outputs)
 
     def fail(self, plan: StepPlan) -> None:
@@ -100,15 +99,27 @@ class FakeRunner:
             table = self._tables[row.request_id]
             table += row.new_block_ids
             del self._states[row.request_id][row.start :]
-            for token in row.token_ids:
+            for token in self._known(row):
                 states = self._states[row.request_id]
                 states.append(_extend(states[-1] if states else 0, token))
+            self.sampled[row.request_id] = 0
             for position in range(max(row.start, row.write_from), row.start + len(row.token_ids)):
                 self._slots[self._slot(table, position)] = -1
 
-    def forget(self, requests: Iterable[Request]) -> None:
+    def forget(self, request_ids: Iterable[str]) -> None:
         """Rows of these requests are garbage until they enter again, and so are their tokens."""
-        self._failed.update(request.request_id for request in requests)
+        self._failed.update(request_ids)
+
+    def _known(self, row: PlannedRow) -> list[int]:
+        if UNKNOWN_TOKEN not in row.token_ids:
+            return row.token_ids
+        assert row.token_ids == [UNKNOWN_TOKEN]
+        return [self.sampled[row.request_id]]
+
+    def _output(self, row: PlannedRow, token: int) -> RowOutput:
+        if row.sample:
+            self.sampled[row.request_id] = token
+        return RowOutput(row.request_id, [token] if row.sample else [])
 
     def _enter(self, plan: StepPlan) -> None:
         for request_id in plan.released:

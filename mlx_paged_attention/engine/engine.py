@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -17,7 +18,7 @@ from mlx_paged_attention.errors import InvalidRequestError, RequestFailedError
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.scheduler.request import Request
 from mlx_paged_attention.scheduler.scheduler import Scheduler
-from mlx_paged_attention.scheduler.step_plan import RowOutput, StepOutput, StepPlan
+from mlx_paged_attention.scheduler.step_plan import PlannedRow, RowOutput, StepOutput, StepPlan
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Emit = Callable[[RequestOutput | Exception], None]
@@ -26,10 +27,25 @@ Emit = Callable[[RequestOutput | Exception], None]
 MAX_FAILED_STEPS = 3
 
 
-class Runner(Protocol):
-    """What computes the steps."""
+class LaunchedStep(Protocol):
+    """A step that is being computed."""
 
-    def execute(self, plan: StepPlan) -> StepOutput: ...
+    def read(self) -> StepOutput:
+        """Wait for it."""
+        ...
+
+
+class Runner(Protocol):
+    """What computes the steps, in the order in which they are launched.
+
+    Attributes:
+        runs_ahead: steps may be launched while the one before is being computed.
+    """
+
+    @property
+    def runs_ahead(self) -> bool: ...
+
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
 
 class Engine:
@@ -72,6 +88,7 @@ class Engine:
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[str, tuple[RequestGroup, Sequence]] = {}
         self._failed_steps = 0
+        self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
 
     # ---- requests
 
@@ -153,39 +170,64 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups)
+        return bool(self._groups or self._in_flight)
 
     # ---- steps
 
     def step(self) -> None:
-        """Plan, run and account for one step; outputs go to their requests' ``emit``.
+        """Launch one step and account for one; outputs go to their requests' ``emit``.
 
-        A step that raises fails the requests it computed, and those alone.
+        Where the runner can, a step is launched before the one before it is read, so that the host's
+        work is done while the device computes. A step that raises fails the requests it
+        computed, and those alone.
 
         Raises:
             Exception: the runner's, once :data:`MAX_FAILED_STEPS` steps in a row have raised.
         """
-        plan = self._scheduler.schedule()
-        if not plan.rows:
+        ahead = self._runner.runs_ahead and self._scheduler.runs_ahead
+        if self._in_flight and not ahead:
+            self._land()
+            return
+        plan = self._scheduler.schedule(ahead=ahead)
+        if plan.rows:
+            self._launch(plan)
+        elif not self._in_flight:
             # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
             raise RuntimeError(f"nothing can be scheduled for {len(self._sequences)} live requests")
+        if self._in_flight and not (ahead and plan.rows and len(self._in_flight) == 1):
+            self._land()
+
+    def _launch(self, plan: StepPlan) -> None:
         now = time.monotonic()
         for row in plan.rows:
             group, _ = self._sequences[row.request_id]
             if group.first_scheduled_time is None:
                 group.first_scheduled_time = now
         try:
-            output = self._runner.execute(plan)
+            launched = self._runner.launch(plan)
+        except Exception as error:
+            while self._in_flight:
+                self._land()
+            self._fail(plan, error)
+        else:
+            self._in_flight.append((plan, launched))
+
+    def _land(self) -> None:
+        """Account for the oldest step in flight."""
+        plan, launched = self._in_flight.popleft()
+        try:
+            output = launched.read()
         except Exception as error:
             self._fail(plan, error)
             return
         self._failed_steps = 0
+        planned = {row.request_id: row for row in plan.rows}
         rows = {row.request_id: row for row in output.rows}
-        self._place_prompt_logprobs(plan, rows)
         touched: dict[str, RequestGroup] = {}
         for request, token_ids in self._scheduler.update(plan, output):
             group, sequence = self._sequences[request.request_id]
             touched[group.request_id] = group
+            self._place_prompt_logprobs(group, planned[request.request_id], rows[request.request_id])
             self._advance(group, sequence, token_ids, rows[request.request_id])
         self._report(touched.values())
 
@@ -200,13 +242,10 @@ class Engine:
             assert request.finish_reason is not None
             self._end(sequence, request.finish_reason, request.stop_reason)
 
-    def _place_prompt_logprobs(self, plan: StepPlan, rows: dict[str, RowOutput]) -> None:
-        for planned in plan.rows:
-            row = rows.get(planned.request_id)
-            if row is not None and row.prompt_logprobs is not None:
-                group, _ = self._sequences[planned.request_id]
-                entries = [public_logprobs(entry, self._tokenizer) for entry in row.prompt_logprobs]
-                group.set_prompt_logprobs(planned.start + 1, entries)
+    def _place_prompt_logprobs(self, group: RequestGroup, planned: PlannedRow, row: RowOutput) -> None:
+        if row.prompt_logprobs is not None:
+            entries = [public_logprobs(entry, self._tokenizer) for entry in row.prompt_logprobs]
+            group.set_prompt_logprobs(planned.start + 1, entries)
 
     def _end(self, sequence: Sequence, reason: str, stop_reason: str | int | None) -> None:
         sequence.finish(reason, stop_reason)
@@ -244,6 +283,7 @@ class Engine:
 
     def close(self, error: Exception) -> None:
         """Tell every request still being served that none will be, and let go of the runner."""
+        self._in_flight.clear()
         del self._runner  # model and pool are freed, whoever still holds the engine
         for group in list(self._groups.values()):
             group.emit(error)

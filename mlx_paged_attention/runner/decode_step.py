@@ -12,6 +12,7 @@ from mlx_paged_attention.ops.batch import AttentionBatch, Cut
 from mlx_paged_attention.ops.decode_batch import DecodeShape
 from mlx_paged_attention.runner.kv_pool import KernelPool
 from mlx_paged_attention.runner.model_host import ModelHost
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN
 
 _Compiled = Callable[..., tuple[mx.array, mx.array]]
 
@@ -33,11 +34,17 @@ class DecodeStep:
     def __call__(
         self,
         tokens: NDArray[np.int32],
+        sampled: mx.array | None,
         starts: NDArray[np.int32],
         slots: NDArray[np.int64],
         block_tables: NDArray[np.int32],
     ) -> mx.array:
-        """Logits ``[rows, vocabulary]``; arguments as for :meth:`DecodeShape.pack`."""
+        """Logits ``[rows, vocabulary]``; arguments as for :meth:`DecodeShape.pack`.
+
+        Args:
+            sampled: int32 ``[bucket(rows)]``, what stands in for :data:`UNKNOWN_TOKEN`; ``None``
+                if there is none.
+        """
         pool = self._pool
         rows, width = block_tables.shape
         shape = DecodeShape(bucket(rows), width_bucket(width), pool.block_size, self._cuts)
@@ -46,7 +53,9 @@ class DecodeStep:
             step = partial(_step, self._host, self._caches, pool, shape)
             function = self._compiled[shape] = mx.compile(step)
         packed = mx.array(shape.pack(tokens, starts, slots, block_tables))
-        logits, pool.order.token = function(packed, _tiny(pool.order.token), pool.planes)
+        if sampled is None:
+            sampled = mx.zeros(shape.rows, mx.int32)
+        logits, pool.order.token = function(packed, sampled, _tiny(pool.order.token), pool.planes)
         return logits[:rows]
 
     def _find_cuts(self) -> tuple[Cut, ...]:
@@ -65,6 +74,7 @@ def _step(
     pool: KernelPool,
     shape: DecodeShape,
     packed: mx.array,
+    sampled: mx.array,
     token: mx.array,
     planes: list[mx.array],
 ) -> tuple[mx.array, mx.array]:
@@ -73,6 +83,7 @@ def _step(
     pool.planes, pool.order.token = planes, token
     try:
         tokens, batch = shape.unpack(packed)
+        tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled[:, None], tokens)
         logits = host.forward(tokens, batch, caches)
         return logits, _tiny(pool.order.token)
     finally:

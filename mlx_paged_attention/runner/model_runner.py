@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 from mlx_paged_attention.models.seam import PagedLayerCache
 from mlx_paged_attention.runner.batch import BatchInput, build_batches, slots_of
 from mlx_paged_attention.runner.block_tables import BlockTables
-from mlx_paged_attention.runner.decode_step import DecodeStep
+from mlx_paged_attention.runner.decode_step import DecodeStep, bucket
 from mlx_paged_attention.runner.kv_pool import KernelPool, KVPool
 from mlx_paged_attention.runner.layout import Layout
 from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.sampling.logprobs import token_logprobs
 from mlx_paged_attention.sampling.row import SamplingRow
-from mlx_paged_attention.sampling.sampler import launch
+from mlx_paged_attention.sampling.sampler import PendingSample, launch
 from mlx_paged_attention.scheduler.step_plan import (
+    UNKNOWN_TOKEN,
     NewRow,
     PlannedRow,
     RowOutput,
@@ -33,6 +34,12 @@ class RunnerRow:
     def __init__(self, new: NewRow) -> None:
         self.prompt = new.token_ids[: new.num_prompt_tokens]
         self.sampling = SamplingRow(new.token_ids, new.num_prompt_tokens, new.sampling)
+
+    def prompt_targets(self, row: PlannedRow) -> list[int]:
+        """The prompt's tokens that the row's logits predict, if their log-probabilities are asked for."""
+        if self.sampling.sampling.prompt_logprobs is None:
+            return []
+        return self.prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,74 @@ class ForwardOutput:
         return self.logits[mx.array(indices.astype(np.int32))]
 
 
+class LaunchedStep:
+    """A step that runs, or has run; its tokens may be read once."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        plan: StepPlan,
+        forwards: Sequence[ForwardOutput],
+        rows: dict[str, RunnerRow],
+        pending: PendingSample | None,
+        state: Sequence[mx.array],
+    ) -> None:
+        self._pool = pool
+        self._plan = plan
+        self._forwards = forwards
+        self._rows = rows
+        self._pending = pending
+        self._state = state
+
+    def read(self) -> StepOutput:
+        """Wait for the step.
+
+        Raises:
+            Exception: MLX's, if the step could not be computed.
+        """
+        try:
+            return self._read()
+        except BaseException:
+            self._pool.discard()
+            raise
+
+    def _read(self) -> StepOutput:
+        tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
+        if self._pending is not None:
+            sampled = [row.request_id for f in self._forwards for row in f.planned if row.sample]
+            for request_id, result in zip(sampled, self._pending.read(), strict=True):
+                self._rows[request_id].sampling.append(result.token_id)
+                tokens[request_id] = (
+                    [result.token_id],
+                    None if result.logprobs is None else [result.logprobs],
+                )
+        mx.eval(self._state)  # a step that samples nothing, too, is waited for
+        self._pool.flush()
+        prompt_logprobs = self._prompt_logprobs()
+        outputs = []
+        for row in self._plan.rows:
+            token_ids, logprobs = tokens.get(row.request_id, ([], None))
+            of_prompt = prompt_logprobs.get(row.request_id)
+            if token_ids or of_prompt is not None:
+                outputs.append(RowOutput(row.request_id, token_ids, logprobs, of_prompt))
+        return StepOutput(self._plan.step, outputs)
+
+    def _prompt_logprobs(self) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities of prompt tokens, for the rows that ask for them."""
+        results: dict[str, list[TokenLogprobs]] = {}
+        for forward in self._forwards:
+            if not any(self._rows[row.request_id].prompt_targets(row) for row in forward.planned):
+                continue
+            for row, logits in forward:
+                state = self._rows[row.request_id]
+                if targets := state.prompt_targets(row):
+                    assert logits is not None
+                    top = state.sampling.sampling.prompt_logprobs
+                    assert top is not None
+                    results[row.request_id] = token_logprobs(logits[: len(targets)], targets, top)
+        return results
+
+
 class ModelRunner:
     """Runs steps of one model on one pool. A function of the plans it is given, in order."""
 
@@ -74,42 +149,45 @@ class ModelRunner:
         self._caches = [PagedLayerCache(layer, host.context, dense=layout.dense) for layer in pool.layers]
         self._rows: dict[str, RunnerRow] = {}
         self._tables = BlockTables()
+        # The tokens that the last step sampled, on the device, and each request's place among them.
+        self._last: tuple[mx.array | None, dict[str, int]] = (None, {})
         self._decode: DecodeStep | None = None
         if layout.compiled:
             assert isinstance(pool, KernelPool)
             self._decode = DecodeStep(host, self._caches, pool)
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Compute a step: every row's tokens, then one new token for each row that samples."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched while the one before it runs, and gains by it."""
+        return self._decode is not None
+
+    def launch(self, plan: StepPlan) -> "LaunchedStep":
+        """Start a step: every row's tokens, then one new token for each row that samples."""
         try:
-            return self._execute(plan)
+            forwards = self.forward(plan)
+            sampled = [row.request_id for forward in forwards for row in forward.planned if row.sample]
+            pending = None
+            if sampled:
+                states = [self._rows[request_id].sampling for request_id in sampled]
+                logits = [f.last() for f in forwards if any(row.sample for row in f.planned)]
+                pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states)
+                for row in states:
+                    row.expect()
+            state = self._pool.state
+            mx.async_eval(state, [] if pending is None else pending.arrays)
         except BaseException:
             self._pool.discard()
             raise
+        self._last = (
+            None if pending is None else pending.token_ids,
+            {key: i for i, key in enumerate(sampled)},
+        )
+        rows = {row.request_id: self._rows[row.request_id] for row in plan.rows}
+        return LaunchedStep(self._pool, plan, forwards, rows, pending, state)
 
-    def _execute(self, plan: StepPlan) -> StepOutput:
-        forwards = self.forward(plan)
-        sampled = [row.request_id for forward in forwards for row in forward.planned if row.sample]
-        tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
-        if sampled:
-            logits = [f.last() for f in forwards if any(row.sample for row in f.planned)]
-            states = [self._rows[request_id].sampling for request_id in sampled]
-            pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states)
-            for request_id, state, result in zip(sampled, states, pending.read(), strict=True):
-                state.append(result.token_id)
-                tokens[request_id] = (
-                    [result.token_id],
-                    None if result.logprobs is None else [result.logprobs],
-                )
-        self._pool.flush()
-        prompt_logprobs = self._prompt_logprobs(forwards)
-        outputs = []
-        for row in plan.rows:
-            token_ids, logprobs = tokens.get(row.request_id, ([], None))
-            of_prompt = prompt_logprobs.get(row.request_id)
-            if token_ids or of_prompt is not None:
-                outputs.append(RowOutput(row.request_id, token_ids, logprobs, of_prompt))
-        return StepOutput(plan.step, outputs)
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Launch a step and wait for it."""
+        return self.launch(plan).read()
 
     def forward(self, plan: StepPlan) -> list[ForwardOutput]:
         """Run the plan's forwards, which are its rows in order."""
@@ -139,9 +217,11 @@ class ModelRunner:
 
     def _forward(self, batch: BatchInput) -> ForwardOutput:
         wanted = [self._wanted(row, *span) for row, span in zip(batch.planned, batch.spans, strict=True)]
-        logits = self._host.forward(
-            mx.array(batch.tokens), batch.attention, self._caches, mx.array(np.concatenate(wanted))
-        )
+        tokens = mx.array(batch.tokens)
+        sampled = self._sampled_tokens(batch.planned, [begin for begin, _ in batch.spans], tokens.size)
+        if sampled is not None:
+            tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled.reshape(tokens.shape), tokens)
+        logits = self._host.forward(tokens, batch.attention, self._caches, mx.array(np.concatenate(wanted)))
         return ForwardOutput(batch.planned, np.cumsum([len(indices) for indices in wanted]), logits)
 
     def _compiled_forward(self, decode: DecodeStep, rows: Sequence[PlannedRow]) -> ForwardOutput:
@@ -152,32 +232,29 @@ class ModelRunner:
         write_from = np.array([row.write_from for row in rows])
         slots = slots_of(starts, tables[np.arange(len(rows)), starts // size], write_from, size)
         tokens = np.array([row.token_ids[0] for row in rows], np.int32)
-        return ForwardOutput(rows, np.arange(1, len(rows) + 1), decode(tokens, starts, slots, tables))
+        sampled = self._sampled_tokens(rows, range(len(rows)), bucket(len(rows)))
+        logits = decode(tokens, sampled, starts, slots, tables)
+        return ForwardOutput(rows, np.arange(1, len(rows) + 1), logits)
+
+    def _sampled_tokens(
+        self, rows: Sequence[PlannedRow], places: Sequence[int], length: int
+    ) -> mx.array | None:
+        """int32 ``[length]`` with the token the last step sampled in the place of each unknown one."""
+        token_ids, index = self._last
+        sources = np.zeros(length, np.int32)
+        unknown = False
+        for row, place in zip(rows, places, strict=True):
+            if row.token_ids[-1] == UNKNOWN_TOKEN:
+                sources[place] = index[row.request_id]
+                unknown = True
+        if not unknown:
+            return None
+        assert token_ids is not None
+        return token_ids[mx.array(sources)]
 
     def _wanted(self, row: PlannedRow, begin: int, end: int) -> NDArray[np.int32]:
         """Flat indices of the row's tokens whose logits are needed."""
         first = end - 1 if row.sample else end
-        if self._prompt_targets(row):
+        if self._rows[row.request_id].prompt_targets(row):
             first = begin
         return np.arange(first, end, dtype=np.int32)
-
-    def _prompt_targets(self, row: PlannedRow) -> list[int]:
-        """The prompt's tokens that this row's logits predict, if their log-probabilities are asked for."""
-        state = self._rows[row.request_id]
-        if state.sampling.sampling.prompt_logprobs is None:
-            return []
-        return state.prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
-
-    def _prompt_logprobs(self, forwards: Sequence[ForwardOutput]) -> dict[str, list[TokenLogprobs]]:
-        """Log-probabilities of prompt tokens, for the rows that ask for them."""
-        results: dict[str, list[TokenLogprobs]] = {}
-        for forward in forwards:
-            if not any(self._prompt_targets(row) for row in forward.planned):
-                continue
-            for row, logits in forward:
-                if targets := self._prompt_targets(row):
-                    assert logits is not None
-                    top = self._rows[row.request_id].sampling.sampling.prompt_logprobs
-                    assert top is not None
-                    results[row.request_id] = token_logprobs(logits[: len(targets)], targets, top)
-        return results

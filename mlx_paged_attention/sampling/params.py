@@ -42,6 +42,17 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[list[int]] = []
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a token can be sampled while the one before it is still on its way to the host.
+
+        Penalties and bad words look at it; top-p alone may find only once it is there that its set was
+        larger than the candidates.
+        """
+        penalised = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        top_p_alone = self.temperature > 0.0 and self.top_p < 1.0 and self.top_k == 0
+        return not (penalised or self.bad_words or top_p_alone)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

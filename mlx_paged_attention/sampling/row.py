@@ -24,7 +24,8 @@ class SamplingRow:
         sampling: how the row's logits become tokens.
 
     Attributes:
-        output_token_ids: the output so far. Its length is the index of the row's next random number.
+        output_token_ids: the output so far.
+        num_outputs: tokens sampled, one that is on its way included: the index of the next random number.
         penalized: the tokens that penalties look at, or ``None`` when the row has no penalty.
     """
 
@@ -32,6 +33,7 @@ class SamplingRow:
         assert 0 <= num_prompt_tokens <= len(token_ids), (num_prompt_tokens, len(token_ids))
         self.sampling = sampling
         self.output_token_ids = list(token_ids[num_prompt_tokens:])
+        self.num_outputs = len(self.output_token_ids)
         self.penalized: TokenCounts | None = None
         repeats = sampling.repetition_penalty != 1.0
         if repeats or sampling.presence_penalty or sampling.frequency_penalty:
@@ -49,9 +51,14 @@ class SamplingRow:
         """Whether the likeliest token is taken: temperature 0, or too small to tell from it."""
         return self.sampling.temperature < MIN_TEMPERATURE
 
+    def expect(self) -> None:
+        """Count a token that is on its way; the next may be sampled if ``sampling.runs_ahead``."""
+        self.num_outputs += 1
+
     def append(self, token_id: int) -> None:
-        """Record the token that was sampled last."""
+        """Record the next token, expected or not."""
         self.output_token_ids.append(token_id)
+        self.num_outputs = max(self.num_outputs, len(self.output_token_ids))
         if self.penalized is not None:
             self.penalized.add(token_id)
 
@@ -61,7 +68,7 @@ class SamplingRow:
         A bad word is looked for in the output alone, so that a prompt may quote its beginning.
         """
         sampling, output = self.sampling, self.output_token_ids
-        banned = list(sampling.stop_ids) if len(output) < sampling.min_tokens else []
+        banned = list(sampling.stop_ids) if self.num_outputs < sampling.min_tokens else []
         for word in sampling.bad_words:
             begun = len(word) - 1
             if begun <= len(output) and output[len(output) - begun :] == word[:-1]:

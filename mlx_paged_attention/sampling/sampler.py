@@ -41,7 +41,8 @@ def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
     ids, or over ranks (likeliest first) if it has top-k or top-p. Log-probabilities are those of
     ``logits`` as they are.
 
-    The rows are only read: append the token to its row before launching the next.
+    The rows are only read: append the token to its row, or have the row expect it, before launching
+    the next.
 
     Args:
         logits: ``[rows, vocab]``, any floating-point type, without NaN; not changed.
@@ -63,9 +64,7 @@ class PendingSample:
     def __init__(self, logits: mx.array, rows: Sequence[SamplingRow]) -> None:
         self._sampling = [row.sampling for row in rows]
         self._logits = process_logits(logits, rows)
-        self._numbers = uniform(
-            [row.sampling.seed for row in rows], [len(row.output_token_ids) for row in rows]
-        )
+        self._numbers = uniform([row.sampling.seed for row in rows], [row.num_outputs for row in rows])
         by_method: dict[Method, list[int]] = {}
         for index, row in enumerate(rows):
             by_method.setdefault(_method(row, logits.shape[1]), []).append(index)
@@ -80,13 +79,15 @@ class PendingSample:
         self._scored = [i for i, row in enumerate(self._sampling) if row.logprobs is not None]
         self._scores = self._score() if self._scored else None
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What :meth:`read` waits for."""
+        covered = [] if self._covered is None else [self._covered]
+        return [self.token_ids, *covered, *([] if self._scores is None else self._scores.arrays)]
+
     def read(self) -> list[SampledRow]:
         """Wait for the tokens and their log-probabilities."""
-        mx.eval(
-            self.token_ids,
-            [] if self._covered is None else self._covered,
-            [] if self._scores is None else self._scores.arrays,
-        )
+        mx.eval(self.arrays)
         if self._covered is not None:
             self._draw_uncovered(self._covered)
         logprobs: dict[int, TokenLogprobs] = {}

@@ -45,6 +45,7 @@ class Request:
     Attributes:
         token_ids: prompt, then output; all tokens known so far.
         num_computed_tokens: of those, how many the steps planned so far compute or find cached.
+        num_samples_in_flight: planned rows that sample for it and whose output has not come back.
         num_cached_tokens: prompt tokens that were found cached when it was first admitted.
         num_preemptions: how often it lost its blocks and had to start again.
         block_hashes: digest of each full block of ``token_ids``; stays empty without caching.
@@ -92,6 +93,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_samples_in_flight = 0
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         self.status = RequestStatus.WAITING

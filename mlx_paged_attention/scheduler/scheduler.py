@@ -13,12 +13,25 @@ from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
 from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
-from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepOutput, StepPlan
-from mlx_paged_attention.scheduler.stop import check_stop
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, NewRow, PlannedRow, StepOutput, StepPlan
+from mlx_paged_attention.scheduler.stop import check_stop, ends_by_length
 
 # A request that wants log-probabilities of its prompt needs logits of every prompt token it computes:
 # 256 rows of a vocabulary of 150,000 are 150 MB.
 MAX_SCORED_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A plan whose output has not come back.
+
+    Attributes:
+        requests: of its rows; an id may have been given away again meanwhile.
+        published: what it was to write into published blocks.
+    """
+
+    requests: dict[str, Request]
+    published: list[tuple[int, bytes]]
 
 
 @dataclass(slots=True)
@@ -88,8 +101,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._released: list[str] = []
-        # What each step that has not come back was to write into published blocks.
-        self._in_flight: dict[int, list[tuple[int, bytes]]] = {}
+        self._in_flight: dict[int, _InFlight] = {}
 
     @property
     def num_running(self) -> int:
@@ -99,6 +111,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests not running, preempted ones included."""
         return len(self.waiting)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether no running request has to wait for each of its tokens."""
+        return all(request.sampling.runs_ahead for request in self.running)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -159,13 +176,17 @@ class Scheduler:
 
     # A step
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, *, ahead: bool = False) -> StepPlan:
         """The next step. Its rows are counted as computed from now on.
 
         A plan without rows need not be run; it takes nothing away from the next one.
+
+        Args:
+            ahead: requests go on from a token that has not come back yet, where it cannot be their
+                last. If it was, the row is for nobody, and so is its output.
         """
         shares: dict[str, _Scheduled] = {}
-        budget, preempted = self._schedule_running(shares)
+        budget, preempted = self._schedule_running(shares, ahead)
         new: list[NewRow] = []
         if not preempted:
             new = self._schedule_waiting(shares, budget)
@@ -174,22 +195,25 @@ class Scheduler:
         for share in shares.values():
             request, start = share.request, share.request.num_computed_tokens
             end = start + share.num_tokens
+            sample = end >= len(request.token_ids)
             rows.append(
                 PlannedRow(
                     request.request_id,
-                    request.token_ids[start:end],
+                    request.token_ids[start:end] or [UNKNOWN_TOKEN],
                     start,
                     share.new_block_ids,
                     share.write_from,
-                    end == len(request.token_ids),
+                    sample,
                 )
             )
             request.num_computed_tokens = end
+            request.num_samples_in_flight += sample
         if not rows:
             return StepPlan(self.num_steps, [], [], [])
         plan = StepPlan(self.num_steps, new, rows, self._released)
         self._released = []
-        self._in_flight[plan.step] = self.manager.take_published()
+        requests = {key: share.request for key, share in shares.items()}
+        self._in_flight[plan.step] = _InFlight(requests, self.manager.take_published())
         self.num_steps += 1
         return plan
 
@@ -206,18 +230,18 @@ class Scheduler:
         """
         if output.step != plan.step:
             raise ValueError(f"output of step {output.step} given for the plan of step {plan.step}")
-        missing = {row.request_id for row in plan.rows if row.sample and row.request_id in self._requests}
+        requests = self._in_flight[plan.step].requests
+        planned = {row.request_id: row for row in plan.rows}
+        missing = {key for key, row in planned.items() if row.sample and not requests[key].is_finished}
         missing.difference_update([row.request_id for row in output.rows if row.token_ids])
         if missing:
             raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")
-        self._in_flight.pop(plan.step, None)
-        planned = {row.request_id: row for row in plan.rows}
+        self._land(plan)
         results = []
         for row_output in output.rows:
-            request = self._requests.get(row_output.request_id)
-            if request is None:
+            request, row = requests[row_output.request_id], planned[row_output.request_id]
+            if request.is_finished:
                 continue
-            row = planned[row_output.request_id]
             accepted = []
             # A request preempted in flight may have been planned again before this came back;
             # whichever output comes first fills the position.
@@ -239,23 +263,24 @@ class Scheduler:
         the blocks unfindable. Returns the requests ended.
         """
         manager = self.manager
+        failed = self._land(plan)
         garbage = {
             block_id
-            for block_id, block_hash in self._in_flight.pop(plan.step, [])
+            for block_id, block_hash in failed.published
             if manager.is_published(block_id, block_hash)
         }
         manager.unpublish(list(garbage))
         # Later plans may have built on it; what they publish loses its sharing, right or wrong.
-        for step, published in self._in_flight.items():
+        for step, later in self._in_flight.items():
             if step > plan.step:
                 manager.unpublish(
-                    [block_id for block_id, key in published if manager.is_published(block_id, key)]
+                    [block_id for block_id, key in later.published if manager.is_published(block_id, key)]
                 )
 
         doomed: dict[str, Request] = {}
         for row in plan.rows:
-            request = self._requests.get(row.request_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
+            request = failed.requests[row.request_id]
+            if request.status is RequestStatus.RUNNING:
                 doomed[row.request_id] = request
                 garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
                 manager.unpublish_from(row.request_id, row.write_from)
@@ -290,7 +315,14 @@ class Scheduler:
 
     # Inside a step
 
-    def _schedule_running(self, shares: dict[str, _Scheduled]) -> tuple[int, bool]:
+    def _land(self, plan: StepPlan) -> _InFlight:
+        """The plan is in flight no more."""
+        landed = self._in_flight.pop(plan.step)
+        for row in plan.rows:
+            landed.requests[row.request_id].num_samples_in_flight -= row.sample
+        return landed
+
+    def _schedule_running(self, shares: dict[str, _Scheduled], ahead: bool) -> tuple[int, bool]:
         """Returns the budget left and whether anything was preempted."""
         budget = self.max_num_batched_tokens
         before = self.num_preemptions
@@ -300,9 +332,11 @@ class Scheduler:
             request = self.running[index]
             start = request.num_computed_tokens
             num_tokens = min(len(request.token_ids) - start, self._step_limit(request), budget)
-            if num_tokens == 0:  # its next token has not come back yet
-                index += 1
-                continue
+            if num_tokens <= 0:  # its next token has not come back yet
+                if not ahead or not self._can_go_ahead(request):
+                    index += 1
+                    continue
+                num_tokens = 1
             new_block_ids = allocate(request, num_tokens)
             while new_block_ids is None:
                 victim = self._choose_victim()
@@ -361,6 +395,12 @@ class Scheduler:
         if request.sampling.prompt_logprobs is None or not self._chunked:
             return self._threshold
         return min(self._threshold, MAX_SCORED_TOKENS)
+
+    def _can_go_ahead(self, request: Request) -> bool:
+        """Whether the token after the one that is on its way may be computed now."""
+        alone = request.num_samples_in_flight == 1 and request.num_computed_tokens == request.num_tokens
+        ends = ends_by_length(request, request.num_tokens + 1, self.max_model_len)
+        return alone and request.sampling.runs_ahead and not ends
 
     def _choose_victim(self) -> Request:
         if self.policy == "priority":

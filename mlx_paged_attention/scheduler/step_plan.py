@@ -7,6 +7,9 @@ import msgspec
 
 from mlx_paged_attention.sampling.params import RowSampling
 
+# Stands in a plan for the token that the last step sampled for the request: it has not come back yet.
+UNKNOWN_TOKEN = -1
+
 
 class NewRow(msgspec.Struct, frozen=True):
     """A request the runner has not seen, or must see afresh after a preemption.
@@ -27,7 +30,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
     """What one request computes in one step.
 
     Attributes:
-        token_ids: the tokens to compute, at positions ``start``, ``start + 1``, ...
+        token_ids: the tokens to compute, at positions ``start``, ``start + 1``, ...; or
+            :data:`UNKNOWN_TOKEN` alone.
         new_block_ids: ids to append to the request's block table before the step.
         write_from: positions below it already hold their keys and values in a published
             block and must not be written (a fully cached prompt recomputes its last token).

@@ -15,6 +15,11 @@ def check_stop(request: Request, max_model_len: int) -> tuple[RequestStatus, int
             return RequestStatus.FINISHED_STOPPED, None
         if last in request.stop_token_ids:
             return RequestStatus.FINISHED_STOPPED, last
-    if request.num_tokens >= max_model_len or request.num_output_tokens >= request.max_tokens:
+    if ends_by_length(request, request.num_tokens, max_model_len):
         return RequestStatus.FINISHED_LENGTH, None
     return None
+
+
+def ends_by_length(request: Request, num_tokens: int, max_model_len: int) -> bool:
+    """Whether the request is complete once it has this many tokens, whatever they are."""
+    return num_tokens >= max_model_len or num_tokens - request.num_prompt_tokens >= request.max_tokens

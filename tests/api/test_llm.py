@@ -357,13 +357,13 @@ def test_an_interrupt_while_requests_are_handed_in_leaves_none_behind(own, monke
 def test_a_failed_step_raises_and_the_engine_goes_on(own, oracle, monkeypatch):
     llm = own()
     runner = llm._engine._engine._runner
-    execute = runner.execute
+    launch = runner.launch
 
     def failing(plan):
-        monkeypatch.setattr(runner, "execute", execute)
+        monkeypatch.setattr(runner, "launch", launch)
         raise MemoryError("no room")
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, "launch", failing)
     with pytest.raises(RequestFailedError, match="MemoryError: no room"):
         llm.generate(PROMPTS[:2], greedy(50))
     wait_until_idle(llm)

@@ -53,6 +53,18 @@ def text_ids(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
+class ScriptedStep:
+    """A step that was computed when it was launched."""
+
+    def __init__(self, outcome: StepOutput | BaseException) -> None:
+        self._outcome = outcome
+
+    def read(self) -> StepOutput:
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+
 class ScriptedRunner:
     """Passes every plan through the fake runner and its checks.
 
@@ -60,9 +72,13 @@ class ScriptedRunner:
         answers: by scheduler request id, the tokens to sample; the fake's own where there are none.
         logprob: of every sampled token, by scheduler request id.
         failures: exceptions to raise in the next steps; ``None`` lets a step pass.
+        fails_when_read: raise them when the step is read, not when it is launched.
+        runs_ahead: as a runner on a GPU says.
     """
 
     def __init__(self) -> None:
+        self.runs_ahead = False
+        self.fails_when_read = False
         self.answers: dict[str, list[int]] = {}
         self.logprob: dict[str, float] = {}
         self.failures: list[BaseException | None] = []
@@ -70,15 +86,23 @@ class ScriptedRunner:
         self.fake: FakeRunner | None = None
         self._known: dict[str, tuple[int, RowSampling, list[int]]] = {}
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def launch(self, plan: StepPlan) -> "ScriptedStep":
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is None:
+            return ScriptedStep(self._run(plan))
+        assert self.fake is not None
+        self.plans.append(plan)
+        self.fake.fail(plan)
+        if self.fails_when_read:
+            self.fake.forget(row.request_id for row in plan.rows)
+            return ScriptedStep(failure)
+        raise failure
+
+    def _run(self, plan: StepPlan) -> StepOutput:
         assert self.fake is not None
         self.plans.append(plan)
         for new in plan.new:
             self._known[new.request_id] = (new.num_prompt_tokens, new.sampling, new.token_ids)
-        failure = self.failures.pop(0) if self.failures else None
-        if failure is not None:
-            self.fake.fail(plan)
-            raise failure
         rows = {row.request_id: row for row in self.fake.run(plan).rows}
         outputs = []
         for planned in plan.rows:
@@ -87,6 +111,7 @@ class ScriptedRunner:
             if planned.sample and planned.request_id in self.answers:
                 position = planned.start + len(planned.token_ids) - prompt_length
                 sampled = [self.answers[planned.request_id][position]]
+                self.fake.sampled[planned.request_id] = sampled[0]
             logprobs = prompt_logprobs = None
             if sampling.logprobs is not None and sampled:
                 value = self.logprob.get(planned.request_id, -1.0)
@@ -158,6 +183,7 @@ class ScriptedEngine:
         assert stats.free_blocks == stats.num_blocks - 1
         assert not self.engine._groups
         assert not self.engine._sequences
+        assert not self.engine._in_flight
 
     def last(self, request_id: str) -> RequestOutput:
         """The last output; there must have been nothing after it, and no error."""

@@ -40,11 +40,11 @@ class Runner(ScriptedRunner):
         self.in_step = threading.Event()
         self.threads = set()
 
-    def execute(self, plan):
+    def launch(self, plan):
         self.threads.add(threading.get_ident())
         self.in_step.set()
         assert self.may_step.wait(TIMEOUT)
-        return super().execute(plan)
+        return super().launch(plan)
 
     def hold(self):
         self.may_step.clear()

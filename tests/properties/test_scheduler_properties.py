@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_paged_attention.errors import RequestTooLongError
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
 from mlx_paged_attention.scheduler.scheduler import Scheduler
-from mlx_paged_attention.scheduler.step_plan import StepPlan
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, StepPlan
 
 MAX_MODEL_LEN = 40
 
@@ -87,15 +87,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests.append(request)
 
     @precondition(lambda self: len(self.in_flight) < 2)
-    @rule()
-    def plan(self) -> None:
+    @rule(ahead=st.booleans())
+    def plan(self, ahead: bool) -> None:
         scheduler, was_empty = self.scheduler, not self.in_flight
         before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
         preemptions = scheduler.num_preemptions
         waited = scheduler.num_waiting
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
         self.evicted.clear()
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(ahead=ahead)
         final = {block_id for block_id, _ in published.difference(self.evicted)}
 
         assert plan.num_tokens <= scheduler.max_num_batched_tokens
@@ -107,11 +107,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row in plan.rows:
             request = running[row.request_id]
             end = row.start + len(row.token_ids)
-            assert row.token_ids == request.token_ids[row.start : end] != []
+            if row.token_ids == [UNKNOWN_TOKEN]:
+                assert ahead
+                assert row.start == request.num_tokens
+                assert request.num_output_tokens + 1 < request.max_tokens
+                assert request.num_tokens + 1 < MAX_MODEL_LEN
+                assert request.num_samples_in_flight == 2
+            else:
+                assert row.token_ids == request.token_ids[row.start : end] != []
+                assert end <= request.num_tokens
             assert row.start == before.get(row.request_id, row.start)
             assert (row.request_id in before) != (row.request_id in entering)
-            assert request.num_computed_tokens == end <= request.num_tokens
-            assert row.sample == (end == request.num_tokens)
+            assert request.num_computed_tokens == end
+            assert row.sample == (end >= request.num_tokens)
             table, size = self.manager.block_ids(row.request_id), self.manager.block_size
             assert table[len(table) - len(row.new_block_ids) :] == row.new_block_ids
             assert final.isdisjoint(table[row.write_from // size : -(-end // size)])
@@ -126,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6))
     def take_steps(self, steps: int) -> None:
         for _ in range(steps):
-            self.plan()
+            self.plan(ahead=False)
             while self.in_flight:
                 self.deliver()
 
@@ -143,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner.fail(plan)
         self.scheduler.fail_step(plan)
         # Those ended or preempted before may have rows in the next plan that read the garbage, for nobody.
-        self.runner.forget(r for r in self.requests if r.status is not RequestStatus.RUNNING)
+        self.runner.forget(r.request_id for r in self.requests if r.status is not RequestStatus.RUNNING)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -194,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(600):
             if not self.scheduler.has_unfinished_requests:
                 break
-            self.plan()
+            self.plan(ahead=False)
             while self.in_flight:
                 self.deliver()
         for request in self.requests:

@@ -12,7 +12,7 @@ from step_driver import ALONE, DENSE, PACKED, ROWS, StepDriver, load_host
 
 from mlx_paged_attention.models import seam
 from mlx_paged_attention.runner.model_host import ModelHost
-from mlx_paged_attention.scheduler.step_plan import StepOutput, StepPlan
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, PlannedRow, StepOutput, StepPlan
 
 PROMPTS = {"a": varied_prompt(37, 1), "b": varied_prompt(5, 2), "c": varied_prompt(21, 3)}
 
@@ -45,6 +45,25 @@ def test_chunks_and_mixed_steps_sample_what_mlx_lm_samples(loaded, oracle, layou
         output = driver.tokens[name][len(prompt) :]
         assert len(output) == 5
         assert output == oracle("llama").greedy(prompt, 5).token_ids
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+def test_a_step_may_be_launched_before_the_tokens_it_starts_from_are_read(loaded, oracle, on_host):
+    driver = StepDriver(*loaded, on_host=on_host)
+    for name in "ab":
+        driver.add(name, PROMPTS[name])
+    first = driver.runner.launch(driver.plan(a=37, b=5))
+    driver.add("c", PROMPTS["c"])
+    plan = driver.plan(c=10)
+    rows = [
+        PlannedRow(name, [UNKNOWN_TOKEN], len(PROMPTS[name]), [], len(PROMPTS[name]), True) for name in "ba"
+    ]
+    second = driver.runner.launch(msgspec.structs.replace(plan, rows=[*rows, *plan.rows]))
+    for output in (first.read(), second.read()):
+        for row in output.rows:
+            driver.tokens[row.request_id] += row.token_ids
+    for name in "ab":
+        assert driver.tokens[name][len(PROMPTS[name]) :] == oracle("llama").greedy(PROMPTS[name], 2).token_ids
 
 
 def test_rows_report_in_plan_order_and_only_if_they_have_something_to_say(driver):

@@ -1,0 +1,137 @@
+"""Steps launched before the one before is read: answers stay what they are, and nothing is left behind."""
+
+import random
+
+import pytest
+from fake_runner import expected_output
+from scripted_engine import EOS, ScriptedEngine, letters
+
+from mlx_paged_attention.errors import RequestFailedError
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN
+
+
+def ahead(**options):
+    engine = ScriptedEngine(**options)
+    engine.runner.runs_ahead = True
+    return engine
+
+
+def unknown_rows(engine):
+    """(step, request) of every row that was planned before its token had come back."""
+    return [
+        (plan.step, row.request_id)
+        for plan in engine.runner.plans
+        for row in plan.rows
+        if row.token_ids == [UNKNOWN_TOKEN]
+    ]
+
+
+def test_a_request_decodes_with_a_step_in_flight_and_takes_no_more_steps():
+    engine = ahead()
+    engine.add("a", [1, 2, 3], max_tokens=5)
+    engine.step()
+    assert engine.outputs["a"] == []  # launched, and not yet read
+    engine.step()
+    assert [len(output.outputs[0].token_ids) for output in engine.outputs["a"]] == [1]
+    engine.run()
+    assert engine.last("a").outputs[0].token_ids == expected_output([1, 2, 3], 5)
+    assert unknown_rows(engine) == [(step, "a") for step in range(1, 5)]
+    assert len(engine.runner.plans) == 5  # none after its last token: its length was known
+
+
+def test_random_traffic_gets_what_each_request_gets_alone():
+    rng = random.Random(5)
+    engine = ahead(num_blocks=30, max_num_seqs=5, max_num_batched_tokens=16)
+    prompts = {}
+    for number in range(60):
+        name = str(number)
+        prompts[name] = [rng.randrange(3)] * rng.randint(1, 30) + [rng.randrange(200)]
+        engine.add(name, prompts[name], max_tokens=rng.randint(1, 20), ignore_eos=True)
+        engine.step(rng.randint(0, 3))
+    engine.run()
+    assert engine.engine.stats().preemptions > 0
+    assert len(unknown_rows(engine)) > 200
+    for name, prompt in prompts.items():
+        token_ids = engine.last(name).outputs[0].token_ids
+        assert token_ids == expected_output(prompt, len(token_ids))
+
+
+def test_the_row_after_an_unforeseen_end_is_for_nobody():
+    engine = ahead(tokenizer=letters())
+    engine.add("a", "xyz", answer=[*b"ab", EOS, *b"never seen"])
+    engine.add("b", "uvw", answer="as usual", stop="u")
+    engine.run()
+    assert engine.last("a").outputs[0].text == "ab"
+    assert engine.last("a").outputs[0].finish_reason == "stop"
+    assert engine.last("b").outputs[0].text == "as "
+    after = max(step for step, name in unknown_rows(engine) if name == "a")
+    assert after == 3  # the step after that of the end
+
+
+def test_an_id_given_away_again_does_not_get_its_namesakes_token():
+    engine = ahead()
+    engine.add("a", [1, 2, 3, 4], max_tokens=9)
+    engine.step(2)
+    engine.engine.abort("a")
+    engine.add(
+        "a", [9, 9, 9, 9, 9], max_tokens=3
+    )  # as long as the first was when its row in flight was planned
+    engine.run()
+    assert engine.last("a").outputs[0].token_ids == expected_output([9, 9, 9, 9, 9], 3)
+
+
+def test_a_launch_that_raises_comes_after_the_tokens_in_flight():
+    engine = ahead()
+    engine.add("a", [1, 2, 3], max_tokens=9)
+    engine.step(2)
+    engine.runner.failures = [RuntimeError("out of memory")]
+    engine.step()
+    assert isinstance(engine.error("a"), RequestFailedError)
+    assert engine.outputs["a"][-2].outputs[0].token_ids == expected_output([1, 2, 3], 2)
+    engine.check_idle()
+    engine.add("b", [1, 2, 3], max_tokens=3)
+    engine.run()
+    assert engine.last("b").outputs[0].token_ids == expected_output([1, 2, 3], 3)
+
+
+def test_a_read_that_raises_fails_its_requests_though_the_next_step_runs():
+    engine = ahead(max_num_batched_tokens=8)
+    engine.runner.fails_when_read = True
+    engine.add("a", [1, 2, 3], max_tokens=9)
+    engine.step(2)
+    engine.runner.failures = [RuntimeError("out of memory")]
+    engine.step()
+    engine.add("b", [5, 6], max_tokens=4)  # enters the step after
+    engine.run()
+    assert isinstance(engine.error("a"), RequestFailedError)
+    assert engine.last("b").outputs[0].token_ids == expected_output([5, 6], 4)
+
+
+@pytest.mark.parametrize(
+    "params", [{"presence_penalty": 0.5}, {"temperature": 1.0, "top_p": 0.9}, {"repetition_penalty": 1.2}]
+)
+def test_while_a_request_waits_for_its_tokens_every_step_is_read_before_the_next(params):
+    engine = ahead()
+    engine.add("a", [1, 2, 3], max_tokens=20)
+    engine.step(3)
+    engine.add("b", [7, 8], max_tokens=4, **params)
+    engine.step(3)
+    before = len(unknown_rows(engine))
+    while not engine.outputs["b"] or not engine.outputs["b"][-1].finished:
+        engine.step()
+    assert len(unknown_rows(engine)) == before
+    engine.run()
+    assert len(unknown_rows(engine)) > before
+    assert engine.last("a").outputs[0].token_ids == expected_output([1, 2, 3], 20)
+    assert engine.last("b").outputs[0].token_ids == expected_output([7, 8], 4)
+
+
+def test_log_probabilities_of_a_prompt_land_where_they_belong():
+    engine = ahead(max_num_batched_tokens=8)
+    engine.add("a", [1, 2, 3], max_tokens=9)
+    engine.step(2)
+    engine.add("b", list(range(20)), max_tokens=2, prompt_logprobs=0)
+    engine.run()
+    entries = engine.last("b").prompt_logprobs
+    assert entries[0] is None
+    assert [next(iter(entry.values())).logprob for entry in entries[1:]] == [-float(i) for i in range(1, 20)]
