@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.ops.kernels.work_list import WorkList, work_list
+
+if TYPE_CHECKING:
+    from mlx_paged_attention.ops.packing import Packing
 
 Split = tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]
 Pieces = tuple[tuple[int, int], ...]
@@ -30,6 +34,7 @@ class AttentionBatch:
             rubbish bins: nothing reads them.
         block_tables: int32 ``[rows, width]``, block ids by position, padded with 0.
         block_size: tokens per block.
+        packings: those made so far, by :meth:`Packing.of`.
         runs: half-open ranges of the flattened ``[rows * queries]`` tokens, each a run of one
             sequence's consecutive positions; together they are all tokens. Each row is a run
             of its own by default.
@@ -45,6 +50,7 @@ class AttentionBatch:
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
     _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
     _pieces: dict[int | None, Pieces] = field(default_factory=dict, repr=False)
+    packings: dict[int, "Packing"] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.runs:

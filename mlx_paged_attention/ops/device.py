@@ -1,5 +1,7 @@
 """DeviceLayer: a layer whose pool is MLX arrays, with plain MLX operations (GPU back ends)."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
@@ -34,6 +36,11 @@ class DeviceLayer(AttentionLayer):
         blocks, offsets = batch.device_slots
         self.k[blocks, :, offsets] = _token_rows(keys, self.k.dtype)
         self.v[blocks, :, offsets] = _token_rows(values, self.v.dtype)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        read, written = mx.array(list(source), mx.int32), mx.array(list(target), mx.int32)
+        self.k[written] = self.k[read]
+        self.v[written] = self.v[read]
 
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         size = batch.block_size

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -67,6 +68,12 @@ class HostLayer(AttentionLayer):
         self.flush()
         mx.eval(keys, values)
         write_tokens(_token_rows(keys), _token_rows(values), batch.slots, self.k, self.v)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self.flush()
+        mx.synchronize()  # MLX may still be reading what lay in the targets before
+        for plane in (self.k, self.v):
+            plane[:, list(target)] = plane[:, list(source)]
 
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         self.flush()

@@ -1,5 +1,8 @@
 """KernelLayer: a layer whose pool is MLX arrays that the project's kernels write in place (GPU back ends)."""
 
+import sys
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
@@ -9,6 +12,12 @@ from mlx_paged_attention.ops.kernels.make import backend
 from mlx_paged_attention.ops.kernels.order import Order
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 from mlx_paged_attention.ops.layer import AttentionLayer
+from mlx_paged_attention.ops.packing import TILE, Packing
+
+# Runs of tokens copy contexts longer than this and leave them to MLX's own kernel, which reads a key once
+# for more queries than ours. On CUDA that kernel is planned anew for every length, a tenth of a
+# second each; on Metal it costs nothing to begin with.
+GATHER_BEYOND = {"cuda": 8192, "metal": 0}
 
 
 class KernelLayer(AttentionLayer):
@@ -18,6 +27,8 @@ class KernelLayer(AttentionLayer):
         order: that of all layers whose operations are to run in the order stated; every
             operation here takes its token and leaves its own.
     """
+
+    pack_limit = sys.maxsize  # the runs of a packed step are found, and attended to as such
 
     def __init__(self, spec: LayerKVSpec, num_blocks: int, order: Order | None = None) -> None:
         super().__init__(spec)
@@ -46,9 +57,9 @@ class KernelLayer(AttentionLayer):
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         self.order.token = write_kv(keys, values, self.k, self.v, batch.device_slot_ids, self.order.token)
 
-    def copy(self, source: mx.array, target: mx.array) -> None:
-        """Copy blocks ``source[i]`` to ``target[i]``, int32 ``[n]`` each, none in both."""
-        self.order.token = copy_blocks(self.k, self.v, source, target, self.order.token)
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        read, written = mx.array(list(source), mx.int32), mx.array(list(target), mx.int32)
+        self.order.token = copy_blocks(self.k, self.v, read, written, self.order.token)
 
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         table = mx.contiguous(batch.device_tables[row])
@@ -64,6 +75,47 @@ class KernelLayer(AttentionLayer):
             keys.append(mx.pad(new_keys, padding))
             values.append(mx.pad(new_values, padding))
         return mx.concatenate(keys), mx.concatenate(values)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if all(end - begin == 1 for begin, end in batch.runs):
+            self.write(keys, values, batch)
+            return self.attend_in_place(queries, batch, scale, sinks)
+        packing = Packing.of(batch, GATHER_BEYOND[backend() or "metal"])
+        self.write(keys, values, batch)
+        return self._attend_packed(queries, keys, values, packing, scale, sinks)
+
+    def _attend_packed(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        packing: Packing,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        rows, heads, length, _ = queries.shape
+        q = _flat(queries)
+        parts = []
+        if len(packing.singles):
+            singles = q[packing.device_singles][:, :, None]
+            parts.append(_flat(self.attend_in_place(singles, packing.single_batch, scale, sinks)))
+        if len(packing.tiles):
+            tiles = q[packing.device_tiles].reshape(-1, TILE, *q.shape[1:]).swapaxes(1, 2)
+            parts.append(_flat(self.attend_in_place(tiles, packing.tile_batch, scale, sinks)))
+        for (begin, end), run in zip(packing.gathered, packing.gathered_batches, strict=True):
+            q_row, k_row, v_row = (_flat(x)[begin:end].swapaxes(0, 1)[None] for x in (queries, keys, values))
+            parts.append(_flat(self.attend_gathered(q_row, k_row, v_row, run, scale, sinks)))
+        out = mx.concatenate(parts)[packing.device_order]
+        return out.reshape(rows, length, heads, -1).swapaxes(1, 2)
 
     def attend_in_place(
         self, queries: mx.array, batch: AttentionBatch, scale: float, sinks: mx.array | None
@@ -82,3 +134,9 @@ class KernelLayer(AttentionLayer):
             after=self.order.token,
         )
         return out
+
+
+def _flat(x: mx.array) -> mx.array:
+    """``[rows, heads, queries, head_dim]`` as ``[rows * queries, heads, head_dim]``."""
+    rows, heads, queries, head_dim = x.shape
+    return x.swapaxes(1, 2).reshape(rows * queries, heads, head_dim)

@@ -1,6 +1,7 @@
 """AttentionLayer: one layer's keys and values in the pool, and what can be done with them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -47,6 +48,10 @@ class AttentionLayer(ABC):
         """Put keys and values into the batch's slots, in place."""
 
     @abstractmethod
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy block ``source[i]`` to ``target[i]``, in place; none is in both, nor twice in ``target``."""
+
+    @abstractmethod
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         """Positions ``first .. last - 1`` of a row as ``[1, kv_heads, last - first, head_dim]``."""
 
@@ -81,10 +86,21 @@ class AttentionLayer(ABC):
         Returns:
             ``[rows, heads, queries, v_head_dim]`` in the queries' type.
         """
-        if batch.rows > 1 or batch.queries <= SHORT_QUERIES:
-            self.write(keys, values, batch)
-            return self.attend_in_place(queries, batch, scale, sinks)
         self.write(keys, values, batch)
+        if batch.rows > 1 or batch.queries <= SHORT_QUERIES:
+            return self.attend_in_place(queries, batch, scale, sinks)
+        return self.attend_gathered(queries, keys, values, batch, scale, sinks)
+
+    def attend_gathered(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        batch: AttentionBatch,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of one row over a copy of its blocks, by MLX's own kernel."""
         start, window = int(batch.starts[0]), self.spec.window
         first = 0 if window is None else max(0, start - window + 1)
         if start > 0:

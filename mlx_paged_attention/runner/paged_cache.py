@@ -1,13 +1,16 @@
 """make_paged_cache: the paged pool as a cache for mlx-lm's own generation, without the engine."""
 
+import copy
 import importlib.util
+import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged_attention.cache.block_table import BlockTable
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
 from mlx_paged_attention.models.forward import ForwardContext
@@ -15,7 +18,7 @@ from mlx_paged_attention.models.kv_spec import observe_kv_specs
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.layer import AttentionLayer
-from mlx_paged_attention.runner.kv_pool import make_pool
+from mlx_paged_attention.runner.kv_pool import KVPool, make_pool
 from mlx_paged_attention.runner.self_check import TOLERANCE, mlx_lm_logits
 
 # A chunk, a long chunk behind it, tokens: the paths that a sequence takes.
@@ -69,22 +72,41 @@ class PagedKVCache(PagedLayerCache):
         self._length -= n
         return n
 
-    def __deepcopy__(self, _memo: Any) -> NoReturn:
-        raise TypeError("a paged cache is written in place, so a copy would share it: make another one")
+    def __deepcopy__(self, memo: Any) -> "PagedKVCache":
+        """A fork: a cache with the same tokens that goes its own way, see :func:`make_paged_cache`."""
+        fork = PagedKVCache(self.layer, copy.deepcopy(self._sequence, memo), dense=self._dense)
+        fork._length = self._length
+        return fork
 
 
 class _Sequence(ForwardContext):
-    """Where the tokens of the one sequence are: its blocks are those of the pool, in order."""
+    """Where the tokens of one sequence are.
 
-    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
+    Args:
+        table: of a pool of block ids that all forks share, as they share the layers.
+        given_up: tables of forks that nobody uses any more. What a finaliser may do at any moment
+            is to put one there; its blocks are freed when the next ones are needed.
+    """
+
+    def __init__(self, pool: KVPool, table: BlockTable, max_tokens: int, given_up: list[BlockTable]) -> None:
         super().__init__()
-        self._table = np.arange(1, num_blocks, dtype=np.int32)
-        self._block_size = block_size
+        self._pool = pool
+        self._table = table
+        self._ids = np.zeros(pool.num_blocks, np.int32)  # what the table held when last written to
         self._max_tokens = max_tokens
+        self._given_up = given_up
+        weakref.finalize(self, given_up.append, table).atexit = False
+
+    def __deepcopy__(self, _memo: Any) -> "_Sequence":
+        fork = _Sequence(self._pool, self._table.fork(), self._max_tokens, self._given_up)
+        fork._ids[:] = self._ids
+        # What could be written in place until now may be shared from here on.
+        self.batch = None
+        return fork
 
     def begin(self, start: int, length: int) -> None:
         """The next forward computes the tokens from ``start`` on; nothing if it has begun already."""
-        batch, size = self.batch, self._block_size
+        batch, size = self.batch, self._pool.block_size
         if batch is not None and (int(batch.starts[0]), batch.queries) == (start, length):
             return
         end = start + length
@@ -93,11 +115,26 @@ class _Sequence(ForwardContext):
                 f"the paged cache holds {self._max_tokens} tokens, and {end} are needed: "
                 "give make_paged_cache a larger max_tokens"
             )
+        while self._given_up:
+            self._given_up.pop().free()
+        copies = self._table.make_writable(start, end)
+        if copies is None:
+            raise RequestTooLongError(
+                f"the blocks that the paged cache and its copies share are used up, and {end} tokens are "
+                "needed: give make_paged_cache a larger max_tokens, or drop a copy"
+            )
+        if copies:
+            source, target = zip(*copies, strict=True)
+            for layer in self._pool.layers:
+                layer.copy(source, target)
+        first, last = start // size, -(-end // size)
+        self._ids[first:last] = self._table.block_ids(first)
+        positions = np.arange(start, end)
         self.batch = AttentionBatch(
             starts=np.array([start], np.int32),
             queries=length,
-            slots=size + np.arange(start, end),
-            block_tables=self._table[None, : -(-end // size)],
+            slots=self._ids[positions // size].astype(np.int64) * size + positions % size,
+            block_tables=self._ids[None, :last].copy(),
             block_size=size,
         )
 
@@ -111,11 +148,14 @@ def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: in
 
     Args:
         model: of ``mlx_lm.load``.
-        max_tokens: most tokens it can hold, prompt and answer. Their memory is taken now.
+        max_tokens: most tokens it can hold, prompt and answer. Their memory is taken now, and
+            is for its copies too.
         block_size: tokens per block.
 
     Returns:
-        One cache per layer, for one sequence. Trimming is exact, windows included.
+        One cache per layer, for one sequence. Trimming is exact, windows included. ``copy.deepcopy``
+        of the list forks the sequence: both share the blocks there are, in the memory there is, and
+        the first to write into a partly filled one gets a copy of that block.
 
     Raises:
         UnsupportedModelError: the model keeps something else than keys and values, or does not
@@ -153,7 +193,7 @@ def _caches(specs: Sequence[LayerKVSpec], max_tokens: int, *, dense: bool) -> li
         and importlib.util.find_spec("numba") is not None
     )
     pool = make_pool(specs, num_blocks, host=on_host)
-    sequence = _Sequence(num_blocks, block_size, max_tokens)
+    sequence = _Sequence(pool, BlockTable.in_new_pool(num_blocks, block_size), max_tokens, [])
     return [PagedKVCache(layer, sequence, dense=dense) for layer in pool.layers]
 
 

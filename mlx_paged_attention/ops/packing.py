@@ -1,0 +1,119 @@
+"""Packing: which tokens of a step read blocks one by one, which in tiles of queries, which from a copy."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_paged_attention.ops.batch import AttentionBatch
+
+# Queries of one run that read its blocks together.
+TILE = 16
+
+
+class TileBatch(AttentionBatch):
+    """Rows of :data:`TILE` queries cut from runs; the last row of a run repeats its last token."""
+
+    def __init__(self, batch: AttentionBatch, tokens: NDArray[np.int64]) -> None:
+        lens = batch.context_lens[tokens]
+        self.__dict__.update(
+            starts=lens[:, 0] - 1,
+            queries=TILE,
+            block_tables=batch.block_tables[tokens[:, 0] // batch.queries],
+            block_size=batch.block_size,
+            context_lens=lens.reshape(-1),
+            _work={},
+        )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The flattened tokens of a batch, sorted by how attention reads their contexts.
+
+    Attributes:
+        batch: whose tokens they are.
+        singles: int64 ``[n]``, tokens that are a run of their own.
+        tiles: int64 ``[tiles, TILE]``, tokens of longer runs.
+        gathered: the runs, as half-open ranges of tokens, whose contexts are copied first.
+    """
+
+    batch: AttentionBatch
+    singles: NDArray[np.int64]
+    tiles: NDArray[np.int64]
+    gathered: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, gather_beyond: int) -> "Packing":
+        """The packing of a batch, made once for all its layers.
+
+        Args:
+            gather_beyond: runs of more than a tile gather contexts longer than this.
+        """
+        if gather_beyond in batch.packings:
+            return batch.packings[gather_beyond]
+        singles, tiles, gathered = [], [], []
+        for begin, end in batch.runs:
+            if end - begin == 1:
+                singles.append(begin)
+            elif end - begin > TILE and batch.context_lens[end - 1] > gather_beyond:
+                gathered.append((begin, end))
+            else:
+                padded = np.arange(begin, begin + -(-(end - begin) // TILE) * TILE)
+                tiles.append(np.minimum(padded, end - 1).reshape(-1, TILE))
+        packing = batch.packings[gather_beyond] = cls(
+            batch,
+            np.array(singles, np.int64),
+            np.concatenate(tiles) if tiles else np.empty((0, TILE), np.int64),
+            tuple(gathered),
+        )
+        return packing
+
+    @cached_property
+    def device_singles(self) -> mx.array:
+        return mx.array(self.singles.astype(np.int32))
+
+    @cached_property
+    def device_tiles(self) -> mx.array:
+        """int32 ``[tiles * TILE]``."""
+        return mx.array(self.tiles.reshape(-1).astype(np.int32))
+
+    @cached_property
+    def single_batch(self) -> AttentionBatch:
+        batch = self.batch
+        return AttentionBatch(
+            batch.context_lens[self.singles] - 1,
+            1,
+            batch.slots[self.singles],
+            batch.block_tables[self.singles // batch.queries],
+            batch.block_size,
+        )
+
+    @cached_property
+    def tile_batch(self) -> TileBatch:
+        return TileBatch(self.batch, self.tiles)
+
+    @cached_property
+    def gathered_batches(self) -> tuple[AttentionBatch, ...]:
+        """A batch of one row for each gathered run."""
+        batch = self.batch
+        return tuple(
+            AttentionBatch(
+                batch.context_lens[begin : begin + 1] - 1,
+                end - begin,
+                batch.slots[begin:end],
+                batch.block_tables[begin // batch.queries][None],
+                batch.block_size,
+            )
+            for begin, end in self.gathered
+        )
+
+    @cached_property
+    def device_order(self) -> mx.array:
+        """int32 ``[tokens]``: where each token is found in singles, tiles and gathered runs, joined."""
+        joined = [self.singles, self.tiles.reshape(-1), *(np.arange(*run) for run in self.gathered)]
+        tokens = np.concatenate(joined)
+        places = np.empty(len(self.batch.slots), np.int32)
+        places[tokens] = np.arange(len(tokens))
+        return mx.array(places)
