@@ -1,5 +1,7 @@
 """Operations on one layer's pool, in place: new keys and values, copies of blocks, contiguous ranges."""
 
+import math
+
 import mlx.core as mx
 
 from mlx_paged_attention.ops.kernels.make import Kernel
@@ -60,7 +62,7 @@ def copy_blocks(
     Returns:
         The ordering token that the first write that follows must take.
     """
-    key_bytes, value_bytes = (pool[:1].nbytes for pool in (k_pool, v_pool))
+    key_bytes, value_bytes = (math.prod(pool.shape[1:]) * pool.dtype.size for pool in (k_pool, v_pool))
     (done,) = _COPY(
         [k_pool, v_pool, source, target, after],
         [("KEY_BYTES", key_bytes), ("VALUE_BYTES", value_bytes)],
