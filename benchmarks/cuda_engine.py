@@ -1,6 +1,6 @@
 """The engine on a GPU: is it right, how long does a decode step take, how fast is a batch of requests?
 
-    python benchmarks/cuda_engine.py [--parts recipe,decode,parity] [--budget TOKENS] [--profile]
+    python benchmarks/cuda_engine.py [--parts recipe,decode,parity] [--budgets TOKENS,...] [--profile]
 
 Models are of Qwen3's shapes with random weights, made here. Prints tables as it goes, in under eight minutes
 on an H200; a part that fails does not stop the others.
@@ -220,14 +220,16 @@ class OurStep:
         self._step += 1
 
 
-def decode(bandwidth: float, profile: bool) -> None:
+def decode(bandwidth: float, models: list[str], profile: bool) -> None:
     print("model   rows | mlx-lm ms | paged ms  ratio | floor ms  of floor")
-    for shape, bits in (("0.6B", None), ("8B", None), ("8B", 4)):
+    for shape, bits in (("0.6B", None), ("0.6B", 4), ("8B", None), ("8B", 4)):
+        name = f"{shape} {'bf16' if bits is None else f'{bits}-bit'}"
+        if name not in models:
+            continue
         model = make_model(shape, bits)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         if not SHAPES[shape]["tie_word_embeddings"]:
             weights -= sum(a.nbytes for _, a in tree_flatten(model.model.embed_tokens.parameters()))
-        name = f"{shape} {'bf16' if bits is None else f'{bits}-bit'}"
         theirs = {}
         for rows in ROWS:  # before anything of the model is wrapped
             if bits and rows > 64:  # one problem per row: seconds per step
@@ -275,14 +277,23 @@ def requests() -> Iterator[tuple[list[int], int]]:
         yield rng.integers(0, VOCABULARY, prompt).tolist(), int(output)
 
 
-def recipe(profile: bool, budget: int | None) -> None:
+def recipe(profile: bool, budgets: list[int]) -> None:
+    for budget in budgets:
+        run_recipe(profile and budget == budgets[-1], budget)
+        release()
+
+
+def run_recipe(profile: bool, budget: int) -> None:
     model = make_model("0.6B", None)
     config, loaded = start(
         model, "0.6B", kv_memory=RECIPE_POOL_BYTES, max_model_len=2304, max_num_seqs=256,
         max_num_batched_tokens=budget, enable_prefix_caching=False,
     )  # fmt: skip
     engine = Engine(config, loaded.info, loaded.runner, loaded.fingerprint, None)
-    print(f"runs as {loaded.info.forward}, a pool of {loaded.info.pool_bytes / 1e9:.1f} GB")
+    print(
+        f"runs as {loaded.info.forward}, a pool of {loaded.info.pool_bytes / 1e9:.1f} GB, "
+        f"at most {loaded.info.max_num_batched_tokens} tokens a step"
+    )
     for run in ("cold", "warm", *(["profiled"] if profile else [])):
         mx.reset_peak_memory()
         for number, (prompt, output) in enumerate(requests()):
@@ -295,25 +306,39 @@ def recipe(profile: bool, budget: int | None) -> None:
 
 
 def drain(engine: Engine) -> tuple[list[float], list[float], list[int]]:
-    """Step until nothing is left: seconds of each step, and of the runner within it; its tokens."""
+    """Step until nothing is left: seconds between steps' ends, of them in the runner; each step's tokens."""
     steps, inside, sizes = [], [], []
-    execute = engine._runner.execute
+    launch = engine._runner.launch
 
-    def timed(plan: StepPlan) -> Any:
+    def timed(function: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
-        output = execute(plan)
+        result = function()
         inside.append(time.perf_counter() - begun)
-        sizes.append(plan.num_tokens)
-        return output
+        return result
 
-    engine._runner.execute = timed  # type: ignore[method-assign]
+    def launch_timed(plan: StepPlan) -> Any:
+        launched = timed(lambda: launch(plan))
+        read = launched.read
+
+        def read_timed() -> Any:
+            sizes.append(plan.num_tokens)
+            return timed(read)
+
+        launched.read = read_timed
+        return launched
+
+    engine._runner.launch = launch_timed  # type: ignore[method-assign]
     try:
+        begun = time.perf_counter()
         while engine.has_work:
-            begun = time.perf_counter()
+            landed = len(sizes)
             engine.step()
-            steps.append(time.perf_counter() - begun)
+            if len(sizes) > landed:
+                now = time.perf_counter()
+                steps.append(now - begun)
+                begun = now
     finally:
-        del engine._runner.execute
+        del engine._runner.launch
     return steps, inside, sizes
 
 
@@ -347,7 +372,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default="recipe,decode,parity")
-    parser.add_argument("--budget", type=int, help="the recipe's token budget of a step")
+    parser.add_argument(
+        "--models", default="0.6B bf16,0.6B 4-bit,8B bf16,8B 4-bit", help="of the part decode"
+    )
+    parser.add_argument("--budgets", default="2048", help="the recipe's token budgets of a step")
     parser.add_argument("--profile", action="store_true", help="also say where the host's time goes")
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
@@ -355,8 +383,8 @@ def main() -> None:
     release()
     parts: dict[str, Callable[[], None]] = {
         "parity": parity,
-        "decode": lambda: decode(bandwidth, arguments.profile),
-        "recipe": lambda: recipe(arguments.profile, arguments.budget),
+        "decode": lambda: decode(bandwidth, arguments.models.split(","), arguments.profile),
+        "recipe": lambda: recipe(arguments.profile, [int(budget) for budget in arguments.budgets.split(",")]),
     }
     for name in arguments.parts.split(","):
         begun = time.perf_counter()
