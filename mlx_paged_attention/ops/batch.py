@@ -34,7 +34,7 @@ class AttentionBatch:
             rubbish bins: nothing reads them.
         block_tables: int32 ``[rows, width]``, block ids by position, padded with 0.
         block_size: tokens per block.
-        packings: those made so far, by :meth:`Packing.of`.
+        packing: once :meth:`Packing.of` has made it.
         runs: half-open ranges of the flattened ``[rows * queries]`` tokens, each a run of one
             sequence's consecutive positions; together they are all tokens. Each row is a run
             of its own by default.
@@ -50,7 +50,7 @@ class AttentionBatch:
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
     _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
     _pieces: dict[int | None, Pieces] = field(default_factory=dict, repr=False)
-    packings: dict[int, "Packing"] = field(default_factory=dict, repr=False)
+    packing: "Packing | None" = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -60,6 +60,11 @@ class AttentionBatch:
     @property
     def rows(self) -> int:
         return len(self.starts)
+
+    @cached_property
+    def singles_only(self) -> bool:
+        """Whether every run is a single token."""
+        return all(end - begin == 1 for begin, end in self.runs)
 
     @property
     def longest(self) -> int:

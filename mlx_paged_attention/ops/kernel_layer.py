@@ -14,11 +14,6 @@ from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_k
 from mlx_paged_attention.ops.layer import AttentionLayer
 from mlx_paged_attention.ops.packing import TILE, Packing
 
-# Runs of tokens copy contexts longer than this and leave them to MLX's own kernel, which reads a key once
-# for more queries than ours. On CUDA that kernel is planned anew for every length, a tenth of a
-# second each; on Metal it costs nothing to begin with.
-GATHER_BEYOND = {"cuda": 8192, "metal": 0}
-
 
 class KernelLayer(AttentionLayer):
     """Planes as MLX arrays, ``[blocks, kv_heads, block_size, head_dim]``, that never change identity.
@@ -86,12 +81,10 @@ class KernelLayer(AttentionLayer):
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if all(end - begin == 1 for begin, end in batch.runs):
-            self.write(keys, values, batch)
-            return self.attend_in_place(queries, batch, scale, sinks)
-        packing = Packing.of(batch, GATHER_BEYOND[backend() or "metal"])
         self.write(keys, values, batch)
-        return self._attend_packed(queries, keys, values, packing, scale, sinks)
+        if batch.singles_only:
+            return self.attend_in_place(queries, batch, scale, sinks)
+        return self._attend_packed(queries, keys, values, Packing.of(batch), scale, sinks)
 
     def _attend_packed(
         self,
@@ -105,10 +98,10 @@ class KernelLayer(AttentionLayer):
         rows, heads, length, _ = queries.shape
         q = _flat(queries)
         parts = []
-        if len(packing.singles):
+        if packing.has_singles:
             singles = q[packing.device_singles][:, :, None]
             parts.append(_flat(self.attend_in_place(singles, packing.single_batch, scale, sinks)))
-        if len(packing.tiles):
+        if packing.has_tiles:
             tiles = q[packing.device_tiles].reshape(-1, TILE, *q.shape[1:]).swapaxes(1, 2)
             parts.append(_flat(self.attend_in_place(tiles, packing.tile_batch, scale, sinks)))
         for (begin, end), run in zip(packing.gathered, packing.gathered_batches, strict=True):

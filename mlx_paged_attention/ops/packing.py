@@ -8,9 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.kernels.make import backend
 
 # Queries of one run that read its blocks together.
 TILE = 16
+
+# Runs of more tokens copy contexts longer than this and leave them to MLX's own kernel, which reads a
+# key once for more queries than ours. On CUDA that kernel is planned anew for every length, a tenth of
+# a second each; on Metal it costs nothing to begin with.
+GATHER_BEYOND = {"cuda": 8192, "metal": 0}
 
 
 class TileBatch(AttentionBatch):
@@ -45,14 +51,11 @@ class Packing:
     gathered: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, batch: AttentionBatch, gather_beyond: int) -> "Packing":
-        """The packing of a batch, made once for all its layers.
-
-        Args:
-            gather_beyond: runs of more than a tile gather contexts longer than this.
-        """
-        if gather_beyond in batch.packings:
-            return batch.packings[gather_beyond]
+    def of(cls, batch: AttentionBatch) -> "Packing":
+        """The packing of a batch, made once for all its layers."""
+        if batch.packing is not None:
+            return batch.packing
+        gather_beyond = GATHER_BEYOND[backend() or "metal"]
         singles, tiles, gathered = [], [], []
         for begin, end in batch.runs:
             if end - begin == 1:
@@ -62,13 +65,22 @@ class Packing:
             else:
                 padded = np.arange(begin, begin + -(-(end - begin) // TILE) * TILE)
                 tiles.append(np.minimum(padded, end - 1).reshape(-1, TILE))
-        packing = batch.packings[gather_beyond] = cls(
+        packing = cls(
             batch,
             np.array(singles, np.int64),
             np.concatenate(tiles) if tiles else np.empty((0, TILE), np.int64),
             tuple(gathered),
         )
+        object.__setattr__(batch, "packing", packing)
         return packing
+
+    @cached_property
+    def has_singles(self) -> bool:
+        return len(self.singles) > 0
+
+    @cached_property
+    def has_tiles(self) -> bool:
+        return len(self.tiles) > 0
 
     @cached_property
     def device_singles(self) -> mx.array:
@@ -110,10 +122,14 @@ class Packing:
         )
 
     @cached_property
-    def device_order(self) -> mx.array:
-        """int32 ``[tokens]``: where each token is found in singles, tiles and gathered runs, joined."""
+    def order(self) -> NDArray[np.int32]:
+        """``[tokens]``: where each token is found in singles, tiles and gathered runs, joined."""
         joined = [self.singles, self.tiles.reshape(-1), *(np.arange(*run) for run in self.gathered)]
         tokens = np.concatenate(joined)
         places = np.empty(len(self.batch.slots), np.int32)
         places[tokens] = np.arange(len(tokens))
-        return mx.array(places)
+        return places
+
+    @cached_property
+    def device_order(self) -> mx.array:
+        return mx.array(self.order)

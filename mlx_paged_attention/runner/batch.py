@@ -14,7 +14,9 @@ from mlx_paged_attention.scheduler.step_plan import PlannedRow
 class Tables(Protocol):
     """Block tables by request."""
 
-    def __getitem__(self, request_id: str, /) -> NDArray[np.int32]: ...
+    def of(self, request_ids: Sequence[str], width: int) -> NDArray[np.int32]:
+        """The first ``width`` blocks of each, int32 ``[requests, width]``, padded with 0."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,11 @@ def _token_rows(rows: Sequence[PlannedRow], tables: Tables, block_size: int) -> 
     total = int(ends[-1])
     first = np.repeat(np.array([row.start for row in rows]) - (ends - lengths), lengths)
     positions = (first + np.arange(total)).astype(np.int32)
-    width = max(_blocks(row, block_size) for row in rows)
-    table = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        used = _blocks(row, block_size)
-        table[i, :used] = tables[row.request_id][:used]
-    table = np.repeat(table, lengths, axis=0)
+    used = -(-(np.array([row.start for row in rows]) + lengths) // block_size)
+    table = tables.of([row.request_id for row in rows], int(used.max()))
+    table = np.where(np.arange(table.shape[1]) < used[:, None], table, 0).astype(np.int32)
+    if total > len(rows):
+        table = np.repeat(table, lengths, axis=0)
     write_from = np.repeat(np.array([row.write_from for row in rows]), lengths)
     spans = tuple((int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True))
     attention = AttentionBatch(
@@ -94,13 +95,13 @@ def _chunk(row: PlannedRow, tables: Tables, block_size: int) -> BatchInput:
     """One sequence's run of tokens: ``[1, tokens]``."""
     length = len(row.token_ids)
     positions = np.arange(row.start, row.start + length)
-    table = tables[row.request_id][: _blocks(row, block_size)]
+    table = tables.of([row.request_id], _blocks(row, block_size))
     write_from = np.full(length, row.write_from)
     attention = AttentionBatch(
         starts=np.array([row.start], np.int32),
         queries=length,
-        slots=slots_of(positions, table[positions // block_size], write_from, block_size),
-        block_tables=table[None],
+        slots=slots_of(positions, table[0, positions // block_size], write_from, block_size),
+        block_tables=table,
         block_size=block_size,
     )
     return BatchInput(np.array([row.token_ids], np.int32), attention, (row,), ((0, length),))

@@ -44,11 +44,6 @@ class BlockTables:
         self._ids[line, begin:end] = block_ids
         self._lengths[line] = end
 
-    def __getitem__(self, request_id: str) -> NDArray[np.int32]:
-        """The table, padded with 0."""
-        table: NDArray[np.int32] = self._ids[self._lines[request_id]]
-        return table
-
     def of(self, request_ids: Sequence[str], width: int) -> NDArray[np.int32]:
-        """The first ``width`` blocks of each, int32 ``[requests, up to width]``."""
+        """The first ``width`` blocks of each, int32 ``[requests, up to width]``, padded with 0."""
         return self._ids[[self._lines[request_id] for request_id in request_ids], :width]

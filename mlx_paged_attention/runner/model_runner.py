@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.models.seam import PagedLayerCache
-from mlx_paged_attention.runner.batch import BatchInput, build_batches, slots_of
+from mlx_paged_attention.runner.batch import BatchInput, build_batches
 from mlx_paged_attention.runner.block_tables import BlockTables
-from mlx_paged_attention.runner.decode_step import DecodeStep, bucket
+from mlx_paged_attention.runner.compiled_step import CompiledStep
 from mlx_paged_attention.runner.kv_pool import KernelPool, KVPool
 from mlx_paged_attention.runner.layout import Layout
 from mlx_paged_attention.runner.model_host import ModelHost
@@ -151,15 +151,15 @@ class ModelRunner:
         self._tables = BlockTables()
         # The tokens that the last step sampled, on the device, and each request's place among them.
         self._last: tuple[mx.array | None, dict[str, int]] = (None, {})
-        self._decode: DecodeStep | None = None
+        self._compiled: CompiledStep | None = None
         if layout.compiled:
             assert isinstance(pool, KernelPool)
-            self._decode = DecodeStep(host, self._caches, pool)
+            self._compiled = CompiledStep(host, self._caches, pool)
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may be launched while the one before it runs, and gains by it."""
-        return self._decode is not None
+        return self._compiled is not None
 
     def launch(self, plan: StepPlan) -> "LaunchedStep":
         """Start a step: every row's tokens, then one new token for each row that samples."""
@@ -192,8 +192,6 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> list[ForwardOutput]:
         """Run the plan's forwards, which are its rows in order."""
         self._admit(plan)
-        if self._decode is not None and all(len(row.token_ids) == 1 for row in plan.rows):
-            return [self._compiled_forward(self._decode, plan.rows)]
         return [
             self._forward(batch)
             for batch in build_batches(
@@ -216,45 +214,43 @@ class ModelRunner:
             self._tables.extend(row.request_id, row.new_block_ids)
 
     def _forward(self, batch: BatchInput) -> ForwardOutput:
-        wanted = [self._wanted(row, *span) for row, span in zip(batch.planned, batch.spans, strict=True)]
-        tokens = mx.array(batch.tokens)
-        sampled = self._sampled_tokens(batch.planned, [begin for begin, _ in batch.spans], tokens.size)
-        if sampled is not None:
-            tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled.reshape(tokens.shape), tokens)
-        logits = self._host.forward(tokens, batch.attention, self._caches, mx.array(np.concatenate(wanted)))
-        return ForwardOutput(batch.planned, np.cumsum([len(indices) for indices in wanted]), logits)
+        wanted, counts = self._wanted(batch)
+        shape = None
+        if self._compiled is not None and batch.attention.queries == 1:
+            shape = self._compiled.shape_of(batch.attention, len(wanted))
+        if self._compiled is not None and shape is not None:
+            sampled = self._sampled_tokens(batch, shape.tokens)
+            logits = self._compiled(shape, batch.tokens[:, 0], sampled, batch.attention, wanted)
+        else:
+            tokens = mx.array(batch.tokens)
+            sampled = self._sampled_tokens(batch, tokens.size)
+            if sampled is not None:
+                tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled.reshape(tokens.shape), tokens)
+            logits = self._host.forward(tokens, batch.attention, self._caches, mx.array(wanted))
+        return ForwardOutput(batch.planned, np.cumsum(counts), logits)
 
-    def _compiled_forward(self, decode: DecodeStep, rows: Sequence[PlannedRow]) -> ForwardOutput:
-        """One token of every row; all of their logits are computed, wanted or not."""
-        size = self._pool.block_size
-        starts = np.array([row.start for row in rows], np.int32)
-        tables = self._tables.of([row.request_id for row in rows], int(starts.max()) // size + 1)
-        write_from = np.array([row.write_from for row in rows])
-        slots = slots_of(starts, tables[np.arange(len(rows)), starts // size], write_from, size)
-        tokens = np.array([row.token_ids[0] for row in rows], np.int32)
-        sampled = self._sampled_tokens(rows, range(len(rows)), bucket(len(rows)))
-        logits = decode(tokens, sampled, starts, slots, tables)
-        return ForwardOutput(rows, np.arange(1, len(rows) + 1), logits)
-
-    def _sampled_tokens(
-        self, rows: Sequence[PlannedRow], places: Sequence[int], length: int
-    ) -> mx.array | None:
+    def _sampled_tokens(self, batch: BatchInput, length: int) -> mx.array | None:
         """int32 ``[length]`` with the token the last step sampled in the place of each unknown one."""
         token_ids, index = self._last
         sources = np.zeros(length, np.int32)
         unknown = False
-        for row, place in zip(rows, places, strict=True):
-            if row.token_ids[-1] == UNKNOWN_TOKEN:
-                sources[place] = index[row.request_id]
+        for row, (begin, _) in zip(batch.planned, batch.spans, strict=True):
+            if row.token_ids[0] == UNKNOWN_TOKEN:
+                sources[begin] = index[row.request_id]
                 unknown = True
         if not unknown:
             return None
         assert token_ids is not None
         return token_ids[mx.array(sources)]
 
-    def _wanted(self, row: PlannedRow, begin: int, end: int) -> NDArray[np.int32]:
-        """Flat indices of the row's tokens whose logits are needed."""
-        first = end - 1 if row.sample else end
-        if self._rows[row.request_id].prompt_targets(row):
-            first = begin
-        return np.arange(first, end, dtype=np.int32)
+    def _wanted(self, batch: BatchInput) -> tuple[NDArray[np.int32], list[int]]:
+        """Flat indices of the tokens whose logits are needed, and how many they are of each row."""
+        indices: list[int] = []
+        counts = []
+        for row, (begin, end) in zip(batch.planned, batch.spans, strict=True):
+            first = end - 1 if row.sample else end
+            if self._rows[row.request_id].prompt_targets(row):
+                first = begin
+            indices += range(first, end)
+            counts.append(end - first)
+        return np.array(indices, np.int32), counts

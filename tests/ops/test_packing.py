@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
-from mlx_paged_attention.ops import kernel_layer
+from mlx_paged_attention.ops import packing as packing_module
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
@@ -46,9 +46,15 @@ RUNS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50)), min_size=1, m
 @given(RUNS, st.sampled_from([0, 60, 1 << 30]), st.integers(0, 99))
 @settings(max_examples=200, deadline=None)
 def test_each_token_is_in_one_part_with_its_context_and_its_blocks(runs, gather_beyond, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing_module, "GATHER_BEYOND", {"metal": gather_beyond})
+        check_parts(runs, gather_beyond, seed)
+
+
+def check_parts(runs, gather_beyond, seed):
     batch = packed_batch(runs, np.random.default_rng(seed))
-    packing = Packing.of(batch, gather_beyond)
-    assert Packing.of(batch, gather_beyond) is packing
+    packing = Packing.of(batch)
+    assert Packing.of(batch) is packing
     found: list[tuple[int, int, list[int]]] = []  # token, context, table
     if len(packing.singles):
         part = packing.single_batch
@@ -100,7 +106,7 @@ def on_kernels(monkeypatch):
 def test_a_packed_step_on_kernels_gives_what_plain_operations_give(
     on_kernels, monkeypatch, gather_beyond, window
 ):
-    monkeypatch.setattr(kernel_layer, "GATHER_BEYOND", {"metal": gather_beyond})
+    monkeypatch.setattr(packing_module, "GATHER_BEYOND", {"metal": gather_beyond})
     rng = np.random.default_rng(3)
     spec = LayerKVSpec(
         (

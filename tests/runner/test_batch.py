@@ -19,10 +19,16 @@ def row(name, length, start=0, write_from=None):
     return PlannedRow(name, tokens, start, [], start if write_from is None else write_from, sample=True)
 
 
+class Tables(dict):
+    def of(self, request_ids, width):
+        return np.array([self[request_id][:width] for request_id in request_ids])
+
+
 def tables_for(rows):
     """A table of its own for each request, longer than needed, blocks in no order."""
     order = np.random.default_rng(0).permutation(np.arange(1, 1 + WIDTH * len(rows)))
-    return {r.request_id: order[i * WIDTH : (i + 1) * WIDTH].astype(np.int32) for i, r in enumerate(rows)}
+    ids = order.reshape(len(rows), WIDTH).astype(np.int32)
+    return Tables({r.request_id: ids[i] for i, r in enumerate(rows)})
 
 
 def batches(rows, *, pack_limit=PACK_LIMIT, batch_rows=True, tables=None):

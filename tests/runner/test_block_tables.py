@@ -23,8 +23,9 @@ def test_tables_are_those_of_their_requests_however_many_and_long():
             tables.extend(name, blocks)
             expected[name] += blocks
         for name, blocks in expected.items():
-            assert tables[name][: len(blocks)].tolist() == blocks
-            assert not tables[name][len(blocks) :].any()
+            (line,) = tables.of([name], len(blocks) + 3)
+            assert line.tolist()[: len(blocks)] == blocks
+            assert not line[len(blocks) :].any()
     width = max(map(len, expected.values()))
     assert len(expected) > 16
     assert width > 64
@@ -43,4 +44,4 @@ def test_forgetting_what_is_not_there_is_nothing():
     tables.add("b")
     tables.add("c")
     tables.extend("b", [7])
-    assert tables["c"][0] == 0
+    assert tables.of(["c"], 1).tolist() == [[0]]

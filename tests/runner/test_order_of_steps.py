@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_paged_attention import make_paged_cache
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels.order import no_token
-from mlx_paged_attention.runner import decode_step, paged_cache
+from mlx_paged_attention.runner import compiled_step, paged_cache
 from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.scheduler.scheduler import Scheduler
@@ -223,7 +223,7 @@ def test_accesses_never_overlap_and_every_token_left_out_is_found(record, progra
 
 
 def a_compiled_step(monkeypatch):
-    monkeypatch.setattr(decode_step, "_tiny", lambda token: mx.zeros((1,)))
+    monkeypatch.setattr(compiled_step, "_tiny", lambda token: mx.zeros((1,)))
 
 
 def before(monkeypatch, method):

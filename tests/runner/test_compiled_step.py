@@ -1,4 +1,4 @@
-"""Steps of single tokens, compiled once per bucket: the same tokens, and nothing left behind."""
+"""Steps compiled once per shape: the same tokens, and nothing left behind."""
 
 import gc
 import os
@@ -13,13 +13,21 @@ from oracle import varied_prompt
 from step_driver import PACKED, ROWS, StepDriver, load_host
 from tiny_models import VOCAB_SIZE
 
+from mlx_paged_attention.ops import packing
 from mlx_paged_attention.ops.batch import AttentionBatch
-from mlx_paged_attention.ops.decode_batch import DecodeShape
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels import make
 from mlx_paged_attention.ops.kernels.work_list import capacity_for, work_list
-from mlx_paged_attention.runner import decode_step
-from mlx_paged_attention.runner.decode_step import bucket, width_bucket
+from mlx_paged_attention.ops.packing import TILE, Packing
+from mlx_paged_attention.ops.step_shape import (
+    DecodeShape,
+    MixedShape,
+    bucket,
+    capacity,
+    shape_of,
+    width_bucket,
+)
+from mlx_paged_attention.runner import compiled_step
 from mlx_paged_attention.runner.kv_pool import KernelPool
 from mlx_paged_attention.runner.self_check import choose_layout
 
@@ -75,13 +83,13 @@ def traced(monkeypatch):
     monkeypatch.setattr(KernelLayer, "write", write)
     monkeypatch.setattr(KernelLayer, "attend_in_place", attend_in_place)
     shapes = []
-    step = decode_step._step
+    step = compiled_step._step
 
     def recorded(host, caches, pool, shape, *arrays):
-        shapes.append((shape.rows, shape.width))
+        shapes.append(shape)
         return step(host, caches, pool, shape, *arrays)
 
-    monkeypatch.setattr(decode_step, "_step", recorded)
+    monkeypatch.setattr(compiled_step, "_step", recorded)
     return shapes
 
 
@@ -105,7 +113,8 @@ SCHEDULE = [
 
 
 @pytest.mark.parametrize(("name", "layout"), [("llama", PACKED), ("gemma3", ROWS)])
-def test_compiled_decode_samples_what_plain_operations_sample(tiny_model, kernels, monkeypatch, name, layout):
+def test_compiled_steps_sample_what_plain_operations_sample(tiny_model, kernels, monkeypatch, name, layout):
+    monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 20))
     tokens = []
     for compiled in (False, True):
         host, specs = load_host(tiny_model(name))
@@ -121,32 +130,39 @@ def test_compiled_decode_samples_what_plain_operations_sample(tiny_model, kernel
     assert tokens[0] == tokens[1]
 
 
-def test_the_check_at_load_covers_compiled_decode(tiny_model, kernels, monkeypatch):
+@pytest.mark.parametrize("kind", [DecodeShape, MixedShape])
+def test_the_check_at_load_covers_compiled_steps(tiny_model, kernels, monkeypatch, kind):
+    monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 1000))
     host, specs = load_host(tiny_model("llama"))
     layout = choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=False)
     assert layout == PACKED.with_compiled_decode()
 
-    unpack = DecodeShape.unpack
+    unpack = kind.unpack
 
     def shifted(self, packed):
-        tokens, batch = unpack(self, packed)
+        tokens, batch, wanted = unpack(self, packed)
         batch.__dict__["offsets"] = batch.offsets + 1
-        return tokens, batch
+        return tokens, batch, wanted
 
-    monkeypatch.setattr(DecodeShape, "unpack", shifted)
+    monkeypatch.setattr(kind, "unpack", shifted)
     assert choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=False) is PACKED
 
 
-def test_a_bucket_is_traced_once(tiny_model, traced):
+def test_a_bucket_is_traced_once(tiny_model, traced, monkeypatch):
     host, specs = load_host(tiny_model("llama"))
     driver = StepDriver(host, specs, PACKED.with_compiled_decode(), on_host=False)
     for request in "abc":
         driver.add(request, varied_prompt(5, 1))
+    monkeypatch.setattr(packing, "GATHER_BEYOND", {"metal": 1000})
     driver.step(a=5, b=5, c=5)
     for _ in range(5):
         driver.step(a=1, b=1, c=1)
         driver.step(c=1, a=1)
-    assert traced == [(4, 64), (2, 64)]
+    assert [(type(shape), shape.tokens) for shape in traced] == [
+        (MixedShape, 16),
+        (DecodeShape, 4),
+        (DecodeShape, 2),
+    ]
     assert driver.runner._pool.order.token.shape == (1,)
 
 
@@ -163,7 +179,7 @@ def test_compiled_steps_take_the_pool_that_is_there(tiny_model, traced):
         driver.step(a=1)
         tokens.append(float(pool.order.token[0]))
     assert abs(tokens[1] - tokens[0]) > 1000
-    assert traced == [(1, 64)]
+    assert [(shape.tokens, shape.width) for shape in traced if isinstance(shape, DecodeShape)] == [(1, 64)]
 
 
 def test_nothing_is_kept_alive(tiny_model, traced):
@@ -195,12 +211,13 @@ def test_what_is_packed_is_unpacked(data):
     tokens, slots = (rng.integers(0, 10**6, rows) for _ in range(2))
     cuts = ((8, None), (3, 64))
     shape = DecodeShape(bucket(rows), width_bucket(width), size, cuts)
-    packed = mx.array(shape.pack(tokens.astype(np.int32), contexts - 1, slots, tables))
-    got_tokens, batch = shape.unpack(packed)
-    assert batch.rows == shape.rows
-    padded = np.zeros(shape.rows, np.int32)
-    padded[:rows] = contexts
     host = AttentionBatch(contexts - 1, 1, slots, tables, size)
+    packed = mx.array(shape.pack(tokens.astype(np.int32), host, np.arange(rows, dtype=np.int32)))
+    got_tokens, batch, wanted = shape.unpack(packed)
+    assert wanted is None
+    assert batch.rows == shape.tokens
+    padded = np.zeros(shape.tokens, np.int32)
+    padded[:rows] = contexts
     for got, expected, padding in [
         (got_tokens[:, 0], tokens, 0),
         (batch.offsets, host.starts, 0),
@@ -220,7 +237,7 @@ def test_what_is_packed_is_unpacked(data):
             block_size=size,
             threadgroups_per_item=threadgroups,
             window=window,
-            capacity=capacity_for(shape.rows, threadgroups),
+            capacity=capacity_for(shape.tokens, threadgroups),
         )
         work = batch.work(threadgroups, window)
         assert work.split
@@ -230,10 +247,76 @@ def test_what_is_packed_is_unpacked(data):
 
 def test_metadata_on_the_host_does_not_exist_in_a_compiled_step():
     shape = DecodeShape(2, 64, 16, ())
-    _, batch = shape.unpack(mx.zeros(4 * 2 + 2 * 64, mx.int32))
+    _, batch, _ = shape.unpack(mx.zeros(4 * 2 + 2 * 64, mx.int32))
     for name in ("starts", "slots", "block_tables", "longest", "context_lens", "written"):
         with pytest.raises(AttributeError):
             getattr(batch, name)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), min_size=1, max_size=9),
+    st.integers(0, 99),
+)
+def test_what_is_packed_of_a_mixed_step_is_unpacked(runs, seed):
+    size, cuts, tile_cuts = 8, ((8, None), (3, 64)), ((16, None),)
+    rng = np.random.default_rng(seed)
+    lengths = [length for _, length in runs]
+    ends = np.cumsum(lengths)
+    starts = np.concatenate([np.arange(start, start + length) for start, length in runs]).astype(np.int32)
+    tables = np.repeat(rng.integers(1, 5000, (len(runs), 45)), lengths, axis=0).astype(np.int32)
+    spans = tuple((int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True))
+    total = int(ends[-1])
+    tokens, slots = (rng.integers(0, 10**6, total) for _ in range(2))
+    batch = AttentionBatch(starts, 1, slots, tables, size, runs=spans)
+    wanted = (ends - 1).astype(np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "GATHER_BEYOND", {"metal": 1000})
+        parts = Packing.of(batch)
+    shape = shape_of(batch, len(wanted), cuts, tile_cuts)
+    if batch.singles_only:
+        assert isinstance(shape, DecodeShape)
+        return
+    assert isinstance(shape, MixedShape)
+    got_tokens, got, got_wanted = shape.unpack(mx.array(shape.pack(tokens.astype(np.int32), batch, wanted)))
+    assert np.array(got_tokens)[:total, 0].tolist() == tokens.tolist()
+    assert np.array(got.offsets)[:total].tolist() == starts.tolist()
+    assert np.array(got.device_slot_ids)[:total].tolist() == slots.tolist()
+    assert np.array(got_wanted)[: len(wanted)].tolist() == wanted.tolist()
+    # Follow each token through the parts: it must meet its own context and its own table.
+    sources = np.concatenate([np.array(got.packing.device_singles), np.array(got.packing.device_tiles)])
+    single, tile = got.packing.single_batch, got.packing.tile_batch
+    lens = np.concatenate([np.array(x.device_context_lens) for x in (single, tile)])
+    lines = [np.array(single.device_tables), np.repeat(np.array(tile.device_tables), TILE, axis=0)]
+    places = np.array(got.packing.device_order)[:total]
+    assert sources[places].tolist() == list(range(total))
+    assert lens[places].tolist() == batch.context_lens.tolist()
+    assert (np.concatenate(lines)[places, :45] == tables).all()
+    # What is padding has no context: it costs nothing and reads nothing.
+    assert not np.array(single.device_context_lens)[len(parts.singles) :].any()
+    assert not np.array(tile.device_context_lens)[parts.tiles.size :].any()
+    for part, queries, its_cuts in ((single, 1, cuts), (tile, TILE, tile_cuts)):
+        for threadgroups, window in its_cuts:
+            expected = work_list(
+                np.array(part.device_context_lens),
+                queries,
+                block_size=size,
+                threadgroups_per_item=threadgroups,
+                window=window,
+                capacity=capacity_for(part.device_tables.shape[0], threadgroups),
+            )
+            work = part.work(threadgroups, window)
+            assert mx.array_equal(work.items, expected.items)
+            assert mx.array_equal(work.splits, expected.splits)
+
+
+def test_a_step_that_gathers_contexts_has_no_fixed_shape(monkeypatch):
+    monkeypatch.setattr(packing, "GATHER_BEYOND", {"metal": 10})
+    batch = AttentionBatch(
+        np.arange(20, dtype=np.int32), 1, np.arange(20), np.ones((20, 3), np.int32), 8, runs=((0, 20),)
+    )
+    assert Packing.of(batch).gathered == ((0, 20),)
+    assert shape_of(batch, 1, (), ()) is None
 
 
 def test_buckets_hold_their_rows_and_waste_little():
@@ -242,4 +325,5 @@ def test_buckets_hold_their_rows_and_waste_little():
     for rows in range(1, 257):
         assert rows <= bucket(rows) < max(2 * rows, 2)
         assert bucket(bucket(rows)) == bucket(rows)
+    assert [capacity(count, 16) for count in (0, 16, 17, 64, 65, 1000)] == [16, 16, 64, 64, 256, 1024]
     assert [width_bucket(width) for width in (1, 64, 65, 128, 1000)] == [64, 64, 128, 128, 1024]

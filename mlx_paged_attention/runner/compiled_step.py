@@ -1,4 +1,4 @@
-"""DecodeStep: steps in which every row computes one token, compiled once per bucket of shapes."""
+"""CompiledStep: steps on kernels, compiled once per shape."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from mlx_paged_attention.models.seam import PagedLayerCache
 from mlx_paged_attention.ops.batch import AttentionBatch, Cut
-from mlx_paged_attention.ops.decode_batch import DecodeShape
+from mlx_paged_attention.ops.packing import TILE, Packing
+from mlx_paged_attention.ops.step_shape import StepShape, shape_of
 from mlx_paged_attention.runner.kv_pool import KernelPool
 from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN
@@ -17,8 +18,8 @@ from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN
 _Compiled = Callable[..., tuple[mx.array, mx.array]]
 
 
-class DecodeStep:
-    """Decode steps of one model on one pool.
+class CompiledStep:
+    """Steps of one model on one pool.
 
     A compiled function keeps the weights alive. This object alone holds the functions, and they do
     not hold it: they go when it goes.
@@ -28,51 +29,65 @@ class DecodeStep:
         self._host = host
         self._caches = caches
         self._pool = pool
-        self._cuts = self._find_cuts()
-        self._compiled: dict[DecodeShape, _Compiled] = {}
+        self._cuts = self._find_cuts(1)
+        self._tile_cuts = self._find_cuts(TILE)
+        self._compiled: dict[StepShape, _Compiled] = {}
+
+    def shape_of(self, batch: AttentionBatch, num_wanted: int) -> StepShape | None:
+        """The shape in which a batch of one token per row is compiled; ``None`` if it cannot be."""
+        if not batch.singles_only:
+            Packing.of(batch)
+        return shape_of(batch, num_wanted, self._cuts, self._tile_cuts)
 
     def __call__(
         self,
+        shape: StepShape,
         tokens: NDArray[np.int32],
         sampled: mx.array | None,
-        starts: NDArray[np.int32],
-        slots: NDArray[np.int64],
-        block_tables: NDArray[np.int32],
+        batch: AttentionBatch,
+        wanted: NDArray[np.int32],
     ) -> mx.array:
-        """Logits ``[rows, vocabulary]``; arguments as for :meth:`DecodeShape.pack`.
+        """Logits ``[wanted, vocabulary]``.
 
         Args:
-            sampled: int32 ``[bucket(rows)]``, what stands in for :data:`UNKNOWN_TOKEN`; ``None``
+            shape: of :meth:`shape_of`.
+            tokens: int32 ``[n]``.
+            sampled: int32 ``[shape.tokens]``, what stands in for :data:`UNKNOWN_TOKEN`; ``None``
                 if there is none.
+            wanted: int32, indices of the tokens whose logits are wanted, ascending.
         """
         pool = self._pool
-        rows, width = block_tables.shape
-        shape = DecodeShape(bucket(rows), width_bucket(width), pool.block_size, self._cuts)
         function = self._compiled.get(shape)
         if function is None:
             step = partial(_step, self._host, self._caches, pool, shape)
             function = self._compiled[shape] = mx.compile(step)
-        packed = mx.array(shape.pack(tokens, starts, slots, block_tables))
+        packed = mx.array(shape.pack(tokens, batch, wanted))
         if sampled is None:
-            sampled = mx.zeros(shape.rows, mx.int32)
+            sampled = mx.zeros(shape.tokens, mx.int32)
         logits, pool.order.token = function(packed, sampled, _tiny(pool.order.token), pool.planes)
-        return logits[:rows]
+        if batch.singles_only and len(wanted) < len(tokens):
+            return logits[mx.array(wanted)]
+        return logits[: len(wanted)]
 
-    def _find_cuts(self) -> tuple[Cut, ...]:
+    def _find_cuts(self, queries: int) -> tuple[Cut, ...]:
         """What the layers' work lists are cut for, seen in a step that is stated but never evaluated."""
-        nothing = np.zeros(1, np.int32)
-        batch = AttentionBatch(nothing, 1, nothing.astype(np.int64), nothing[None], self._pool.block_size)
+        size = self._pool.block_size
+        positions = np.arange(queries)
+        table = np.zeros((queries, -(-queries // size)), np.int32)
+        batch = AttentionBatch(
+            positions.astype(np.int32), 1, positions % size, table, size, runs=((0, queries),)
+        )
         token = self._pool.order.token
-        self._host.forward(mx.zeros((1, 1), mx.int32), batch, self._caches)
+        self._host.forward(mx.zeros((queries, 1), mx.int32), batch, self._caches)
         self._pool.order.token = token
-        return batch.cuts
+        return batch.cuts if queries == 1 else Packing.of(batch).tile_batch.cuts
 
 
 def _step(
     host: ModelHost,
     caches: Sequence[PagedLayerCache],
     pool: KernelPool,
-    shape: DecodeShape,
+    shape: StepShape,
     packed: mx.array,
     sampled: mx.array,
     token: mx.array,
@@ -82,9 +97,9 @@ def _step(
     kept = pool.planes, pool.order.token
     pool.planes, pool.order.token = planes, token
     try:
-        tokens, batch = shape.unpack(packed)
+        tokens, batch, wanted = shape.unpack(packed)
         tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled[:, None], tokens)
-        logits = host.forward(tokens, batch, caches)
+        logits = host.forward(tokens, batch, caches, wanted)
         return logits, _tiny(pool.order.token)
     finally:
         pool.planes, pool.order.token = kept
@@ -93,14 +108,3 @@ def _step(
 def _tiny(token: mx.array) -> mx.array:
     """An ordering token of one element, whatever it was: a compiled function sees one shape."""
     return token if token.shape == (1,) else token.reshape(-1)[:1]
-
-
-def bucket(rows: int) -> int:
-    """1, 2, 4, and from there in steps of about a third: 6, 8, 12, 16, 24, ..."""
-    power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power
-
-
-def width_bucket(width: int) -> int:
-    """Blocks of a table: a power of two, 64 at least."""
-    return max(64, 1 << (width - 1).bit_length())
