@@ -40,7 +40,7 @@ from mlx_paged_attention.engine.engine import Engine
 from mlx_paged_attention.engine.loading import LoadedEngine, choose_backend, prepare_engine
 from mlx_paged_attention.models.load import LoadedModel
 from mlx_paged_attention.sampling.params import RowSampling, SamplingParams
-from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepPlan
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, NewRow, PlannedRow, StepPlan
 
 SHAPES = {
     "0.6B": {
@@ -185,14 +185,14 @@ def mlx_lm_step(model: nn.Module, rows: int) -> Callable[[], None]:
 
 
 class OurStep:
-    """Steps of hand-made plans on a runner: every row one token further."""
+    """Steps of hand-made plans on a runner, every row one token further, launched as the engine does."""
 
     def __init__(self, engine: LoadedEngine, rows: int, number: int, steps: int = 256) -> None:
         self._runner = engine.runner
         self._contexts = contexts_of(rows)
         self._names = [f"{number}-{row}" for row in range(rows)]
         self._number = number
-        self._tokens = [0] * rows
+        self._before: Any = None
         self._blocks: list[list[int]] = []
         first, size = 1, engine.info.block_size
         for context in self._contexts.tolist():
@@ -210,13 +210,14 @@ class OurStep:
                 for name, context in zip(self._names, self._contexts, strict=True)
             ]
         rows = []
-        for name, token, blocks, context in zip(
-            self._names, self._tokens, self._blocks, self._contexts.tolist(), strict=True
-        ):
+        token = UNKNOWN_TOKEN if self._step else 0
+        for name, blocks, context in zip(self._names, self._blocks, self._contexts.tolist(), strict=True):
             begin = context + self._step
             rows.append(PlannedRow(name, [token], begin, [] if self._step else blocks, begin, sample=True))
-        output = self._runner.execute(StepPlan(self._step, new, rows, released))
-        self._tokens = [row.token_ids[0] for row in output.rows]
+        launched = self._runner.launch(StepPlan(self._step, new, rows, released))
+        if self._before is not None:
+            self._before.read()
+        self._before = launched
         self._step += 1
 
 
