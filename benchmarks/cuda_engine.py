@@ -1,6 +1,6 @@
 """The engine on a GPU: is it right, how long does a decode step take, how fast is a batch of requests?
 
-    python benchmarks/cuda_engine.py [--parts recipe,decode,parity] [--budgets TOKENS,...] [--profile]
+    python benchmarks/cuda_engine.py [--parts recipe,decode,identity,long,parity] [--profile] ...
 
 Models are of Qwen3's shapes with random weights, made here. Prints tables as it goes, in under eight minutes
 on an H200; a part that fails does not stop the others.
@@ -8,6 +8,8 @@ on an H200; a part that fails does not stop the others.
 * parity: greedy generation of tiny models against mlx-lm, in the test suite, with full float32 products.
 * decode: milliseconds per step of rows with contexts of 512 to 1024 tokens, against mlx-lm's batch of
   contiguous caches in the same run, and against the time that reading weights, keys and values takes.
+* identity: 2,000 steps, each launched before the one before is read, and the memory they take.
+* long: one request of 131,072 tokens, against mlx-lm's own generation.
 * recipe: 256 requests, prompt and output lengths uniform in 100 to 1024, all at once.
 """
 
@@ -32,6 +34,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import BatchKVCache
 
@@ -91,7 +94,9 @@ def make_model(shape: str, bits: int | None) -> nn.Module:
     return model
 
 
-def start(model: nn.Module, name: str, **options: Any) -> tuple[EngineConfig, LoadedEngine]:
+def start(
+    model: nn.Module, name: str, *, longest: int = 40960, **options: Any
+) -> tuple[EngineConfig, LoadedEngine]:
     config = EngineConfig(skip_tokenizer_init=True, device="gpu", **options)
     backend = choose_backend(config)
     loaded = LoadedModel(
@@ -101,7 +106,7 @@ def start(model: nn.Module, name: str, **options: Any) -> tuple[EngineConfig, Lo
         quantisation=None,
         fingerprint="0" * 64,
         vocab_size=VOCABULARY,
-        max_model_len=40960,
+        max_model_len=longest,
         eos_token_ids=[],
     )
     return config, prepare_engine(config, loaded, name, backend, lambda _: None)
@@ -269,6 +274,66 @@ def profiled(run: Callable[[], Any]) -> None:
     statistic.sort_stats("tottime").print_stats(22)
 
 
+# ---- identity
+
+
+def identity() -> None:
+    model = make_model("0.6B", None)
+    rows, steps = 8, 2000
+    blocks = 1 + int(sum(-(-(context + steps + 8) // 16) for context in contexts_of(rows)))
+    _, engine = start(model, "0.6B", num_blocks=blocks, max_model_len=4096, max_num_seqs=rows)
+    step = OurStep(engine, rows, 0, steps + 8)
+    for _ in range(4):
+        step()
+    release()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(steps):
+        step()
+    above = mx.get_peak_memory() - before
+    print(
+        f"{steps} steps of {rows} rows, pool {engine.info.pool_bytes / 1e6:.0f} MB: "
+        f"at most {above / 1e6:.1f} MB more"
+    )
+
+
+# ---- long
+
+
+def long() -> None:
+    tokens, answer = 131_072, 8
+    model = make_model("0.6B", None)
+    prompt = np.random.default_rng(1).integers(0, VOCABULARY, tokens)
+    begun = time.perf_counter()
+    first = None
+    theirs = []
+    for token, _ in generate_step(mx.array(prompt), model, max_tokens=answer):
+        first = first or time.perf_counter() - begun
+        theirs.append(int(token))
+    print(f"mlx-lm: first token after {first:.1f} s, {time.perf_counter() - begun:.1f} s in all: {theirs}")
+    release()
+    config, loaded = start(
+        model, "0.6B", longest=tokens + 64, kv_memory=22 * 10**9, max_num_batched_tokens=2048, max_num_seqs=8
+    )
+    engine = Engine(config, loaded.info, loaded.runner, loaded.fingerprint, None)
+    for run in ("cold", "warm"):
+        outputs: list[Any] = []
+        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        begun, first = time.perf_counter(), None
+        engine.add(engine.prepare(run, prompt.tolist(), params, kind="cumulative", emit=outputs.append))
+        while engine.has_work:
+            engine.step()
+            if outputs and first is None:
+                first = time.perf_counter() - begun
+        ours = outputs[-1].outputs[0].token_ids
+        same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        print(
+            f"{run}: first token after {first:.1f} s, {time.perf_counter() - begun:.1f} s in all, "
+            f"{outputs[-1].num_cached_tokens} tokens cached; {same} of {answer} tokens as mlx-lm: {ours}"
+        )
+        engine.reset_prefix_cache()
+
+
 # ---- recipe
 
 
@@ -372,7 +437,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="recipe,decode,parity")
+    parser.add_argument("--parts", default="recipe,decode,identity,long,parity")
     parser.add_argument(
         "--models", default="0.6B bf16,0.6B 4-bit,8B bf16,8B 4-bit", help="of the part decode"
     )
@@ -384,6 +449,8 @@ def main() -> None:
     release()
     parts: dict[str, Callable[[], None]] = {
         "parity": parity,
+        "identity": identity,
+        "long": long,
         "decode": lambda: decode(bandwidth, arguments.models.split(","), arguments.profile),
         "recipe": lambda: recipe(arguments.profile, [int(budget) for budget in arguments.budgets.split(",")]),
     }

@@ -64,7 +64,7 @@ class AttentionBatch:
     @cached_property
     def singles_only(self) -> bool:
         """Whether every run is a single token."""
-        return all(end - begin == 1 for begin, end in self.runs)
+        return len(self.runs) == len(self.slots)
 
     @property
     def longest(self) -> int:

@@ -60,6 +60,13 @@ def _aligned(
     return out[:, :, before : before + length]
 
 
+def _is_fused(queries: mx.array, values: mx.array) -> bool:
+    """Whether MLX's attention keeps no scores: on CUDA, by cuDNN, of these types and up to this size."""
+    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
+    short = max(queries.shape[3], values.shape[3]) <= 128
+    return on_cuda and short and queries.dtype in (mx.float16, mx.bfloat16)
+
+
 def _sliced(
     queries: mx.array,
     keys: mx.array,
@@ -72,6 +79,8 @@ def _sliced(
     """In slices of as many queries as the memory for scores allows."""
     heads, length = queries.shape[1], queries.shape[2]
     most = max(1, MAX_SCORES_BYTES // (4 * heads * (start + length)))
+    if sinks is None and _is_fused(queries, values):
+        most = length
     pieces = []
     for begin in range(0, length, most):
         end = min(begin + most, length)

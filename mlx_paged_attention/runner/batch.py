@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -78,7 +79,7 @@ def _token_rows(rows: Sequence[PlannedRow], tables: Tables, block_size: int) -> 
     if total > len(rows):
         table = np.repeat(table, lengths, axis=0)
     write_from = np.repeat(np.array([row.write_from for row in rows]), lengths)
-    spans = tuple((int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True))
+    spans = tuple(pairwise([0, *ends.tolist()]))
     attention = AttentionBatch(
         starts=positions,
         queries=1,

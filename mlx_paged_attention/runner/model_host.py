@@ -6,9 +6,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged_attention.models.flat_linear import flatten_rows
 from mlx_paged_attention.models.forward import ForwardContext
 from mlx_paged_attention.models.head import select_rows_in_head, selected_logits
-from mlx_paged_attention.models.linear import prepare_linear_layers
+from mlx_paged_attention.models.merged_linear import merge_products
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
 
@@ -19,7 +20,10 @@ class ModelHost:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.context = ForwardContext()
-        prepare_linear_layers(model)
+        if mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu):
+            # There the host takes longer to launch a product than the device to compute a small one.
+            flatten_rows(model)
+            merge_products(model)
         select_rows_in_head(model, self.context)
         rebind_attention()
 

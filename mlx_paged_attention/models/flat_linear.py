@@ -9,12 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def prepare_linear_layers(model: nn.Module) -> None:
-    """Flatten rows where it helps, which is on CUDA."""
-    if mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu):
-        flatten_rows(model)
-
-
 def flatten_rows(model: nn.Module) -> None:
     """Make the model's quantised layers multiply all rows as one problem."""
     for module in model.modules():
