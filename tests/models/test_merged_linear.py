@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from oracle import varied_prompt
 
+from mlx_paged_attention.models import merged_linear
 from mlx_paged_attention.models.flat_linear import flatten_rows
 from mlx_paged_attention.models.merged_linear import MergedFlatLinear, MergedLinear, merge_products
 
@@ -59,6 +60,19 @@ def test_seven_products_of_a_layer_become_four(tiny_model, monkeypatch):
     merge_products(model)
     with_head = 1
     assert counted_products(monkeypatch, model) == 2 * 4 + with_head
+
+
+def test_many_rows_are_multiplied_layer_by_layer(tiny_model, monkeypatch):
+    model, _ = load_model(tiny_model("llama"))
+    expected = model(TOKENS)
+    mx.eval(expected)
+    merge_products(model)
+    # Queries, keys and values of 14 rows are few enough, a gate and what it gates are not.
+    monkeypatch.setattr(
+        merged_linear, "MOST_ELEMENTS", 14 * (model.layers[0].mlp.up_proj.weight.shape[0] * 2) - 1
+    )
+    assert counted_products(monkeypatch, model) == 2 * 5 + 1
+    assert mx.allclose(model(TOKENS), expected, atol=1e-4)
 
 
 def test_weights_are_not_held_twice(tiny_model):
