@@ -102,7 +102,6 @@ def installed(profiler: Profiler) -> Iterator[None]:
     evaluate = mx.eval
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in WRAPPED]
     originals.append((model_runner, "build_batches", model_runner.build_batches))
-    originals.append((model_runner.ModelRunner, "execute", model_runner.ModelRunner.execute))
     try:
         for owner, name, part in WRAPPED:
             setattr(owner, name, profiler.wrap(getattr(owner, name), part))

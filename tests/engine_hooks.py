@@ -100,12 +100,12 @@ def poison_free_blocks(llm: AnyLLM) -> None:
 def recorded_plans(llm: AnyLLM) -> Iterator[list[StepPlan]]:
     """Collect the plan of every step run inside the ``with`` block."""
     plans: list[StepPlan] = []
-    with wrapped_execute(llm, plans.append):
+    with wrapped_launch(llm, plans.append):
         yield plans
 
 
 @contextmanager
-def wrapped_execute(llm: AnyLLM, before: Callable[[StepPlan], Any]) -> Iterator[None]:
+def wrapped_launch(llm: AnyLLM, before: Callable[[StepPlan], Any]) -> Iterator[None]:
     """Call ``before`` with every plan, on the engine's thread, just before it is run."""
     runner = engine_of(llm)._runner
     launch = runner.launch

@@ -61,11 +61,13 @@ class FakeRunner:
         self._states: dict[str, list[int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._failed: set[str] = set()
-        self.sampled: dict[str, int] = {}  # by the last step in which the request sampled
+        self.sampled: dict[str, int] = {}  # by the last step
+        self._sampled_before: dict[str, int] = {}
 
     def run(self, plan: StepPlan) -> StepOutput:
         assert plan.rows
         self._enter(plan)
+        self._sampled_before, self.sampled = self.sampled, {}
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
         written: set[tuple[int, int]] = set()
         outputs = []
@@ -95,6 +97,7 @@ class FakeRunner:
     def fail(self, plan: StepPlan) -> None:
         """The step breaks off halfway: its slots hold garbage."""
         self._enter(plan)
+        self._sampled_before, self.sampled = self.sampled, {}
         for row in plan.rows:
             table = self._tables[row.request_id]
             table += row.new_block_ids
@@ -114,7 +117,7 @@ class FakeRunner:
         if UNKNOWN_TOKEN not in row.token_ids:
             return row.token_ids
         assert row.token_ids == [UNKNOWN_TOKEN]
-        return [self.sampled[row.request_id]]
+        return [self._sampled_before[row.request_id]]
 
     def _output(self, row: PlannedRow, token: int) -> RowOutput:
         if row.sample:

@@ -212,15 +212,22 @@ class Engine:
         else:
             self._in_flight.append((plan, launched))
 
-    def _land(self) -> None:
-        """Account for the oldest step in flight."""
+    def _land(self, *, built_on_failure: bool = False) -> None:
+        """Account for the oldest step in flight.
+
+        Args:
+            built_on_failure: the step before it failed, and what becomes of this one says nothing.
+        """
         plan, launched = self._in_flight.popleft()
         try:
             output = launched.read()
         except Exception as error:
-            self._fail(plan, error)
+            self._fail(plan, error, counts=not built_on_failure)
+            while self._in_flight:  # to be over before anything is launched
+                self._land(built_on_failure=True)
             return
-        self._failed_steps = 0
+        if not built_on_failure:
+            self._failed_steps = 0
         planned = {row.request_id: row for row in plan.rows}
         rows = {row.request_id: row for row in output.rows}
         touched: dict[str, RequestGroup] = {}
@@ -260,8 +267,8 @@ class Engine:
             if output is not None:
                 group.emit(output)
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
-        self._failed_steps += 1
+    def _fail(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> None:
+        self._failed_steps += counts
         ended = self._scheduler.fail_step(plan)
         for request_id in dict.fromkeys(self._sequences[r.request_id][0].request_id for r in ended):
             self._drop(request_id, error)

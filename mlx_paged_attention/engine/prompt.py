@@ -82,7 +82,7 @@ def row_sampling(
     return RowSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
-        top_k=max(params.top_k, 0),
+        top_k=params.top_k if 0 < params.top_k < info.vocab_size else 0,
         min_p=float(params.min_p),
         repetition_penalty=float(params.repetition_penalty),
         presence_penalty=float(params.presence_penalty),

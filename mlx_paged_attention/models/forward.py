@@ -15,10 +15,12 @@ class ForwardContext:
         batch: where this forward's rows read and write; ``None`` between forwards.
         selected: int32 indices into the flattened ``[rows * queries]`` tokens whose logits are
             wanted; ``None`` computes all.
+        head_selected: the head has picked them; if not, whoever has its output must.
     """
 
     batch: AttentionBatch | None = None
     selected: mx.array | None = None
+    head_selected: bool = False
 
     def current(self) -> AttentionBatch:
         assert self.batch is not None, "a layer cache was used outside a forward pass"

@@ -26,13 +26,10 @@ def select_rows_in_head(model: nn.Module, context: ForwardContext) -> None:
             _make_selecting(module, context, "as_linear")
 
 
-def selected_logits(logits: mx.array, context: ForwardContext, tokens: int) -> mx.array:
+def selected_logits(logits: mx.array, context: ForwardContext) -> mx.array:
     """A model's output as ``[selected rows, vocabulary]``, whoever selected."""
     flat = logits.reshape(-1, logits.shape[-1])
-    if context.selected is None or (flat.shape[0] != tokens):
-        return flat
-    # As many rows as tokens: either all are selected, or the head was not ours.
-    return flat if context.selected.size == tokens else flat[context.selected]
+    return flat if context.selected is None or context.head_selected else flat[context.selected]
 
 
 def _make_selecting(module: nn.Module, context: ForwardContext, method: str) -> None:
@@ -43,6 +40,7 @@ def _make_selecting(module: nn.Module, context: ForwardContext, method: str) -> 
     def selected(self: nn.Module, x: mx.array, *args: Any) -> mx.array:
         if context.selected is not None:
             x = x.reshape(1, -1, x.shape[-1])[:, context.selected]
+            context.head_selected = True
         result: mx.array = original(self, x, *args)
         return result
 

@@ -1,9 +1,9 @@
 """Linear layers that are given the same input are multiplied together.
 
-On CUDA it takes the host tens of microseconds to launch a product, more than a few rows take to
-compute. So a layer's queries, keys and values are one product, and so are a gate and what it gates, as
-long as the rows are few. Modules change their class in place; the names and values of parameters stay
-as they are.
+On CUDA it takes the host tens of microseconds to launch a product, more than it takes the device to
+multiply few rows with small weights. So a layer's queries, keys and values are one product there, and so
+are a gate and what it gates. Modules change their class in place; the names and values of parameters
+stay as they are.
 """
 
 import copy
@@ -16,8 +16,10 @@ import mlx.nn as nn
 
 from mlx_paged_attention.models.flat_linear import FlatLinear
 
-# Elements of a product beyond which it costs the device more to read parts that do not lie side by side
-# than it costs the host to launch one product each (an H200, models of 0.6 and 8 billion parameters).
+# Weights that take the device longer to read than the host to launch what reads them, and elements of a
+# product whose parts, which do not lie side by side, take longer to read than that: on an H200, a model of
+# 0.6 billion parameters gained a third up to 64 rows and nothing at 256, one of 8 billion nothing.
+MOST_BYTES = 32 << 20
 MOST_ELEMENTS = 1 << 20
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,7 +30,7 @@ def merge_products(model: nn.Module) -> None:
     for module in model.modules():
         for names in _TOGETHER:
             layers = [module.get(name) for name in names]
-            if _alike(layers):
+            if _alike(layers) and sum(array.nbytes for x in layers for array in x.values()) <= MOST_BYTES:
                 _merge(layers)
 
 
@@ -38,6 +40,10 @@ class Product:
     Which input they are given is seen as they are called: the first that is called computes for
     all, and the others find their part as long as they are given the very same array. Layers that
     turn out not to be go on alone.
+
+    Args:
+        whole: the layer with all of their outputs, side by side.
+        borders: where the outputs of each end, ascending.
     """
 
     def __init__(self, whole: nn.Module, borders: list[int]) -> None:
@@ -49,7 +55,7 @@ class Product:
         self.apart = False
 
     def part(self, place: int, x: mx.array) -> mx.array | None:
-        """What layer ``place`` makes of ``x``; ``None`` if it is to see for itself."""
+        """What layer ``place`` makes of ``x [..., width]``; ``None`` if it is to see for itself."""
         if x.size // x.shape[-1] * self._width > MOST_ELEMENTS:
             return None
         if self._x is not x:

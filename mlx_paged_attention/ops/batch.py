@@ -97,7 +97,7 @@ class AttentionBatch:
         return self._splits[limit]
 
     def past_pieces(self, window: int | None) -> Pieces:
-        """What the first row's first token looks back on, as ranges of slots."""
+        """What the first row's first token looks back on, as half-open ranges of slots."""
         if window not in self._pieces:
             start, size = int(self.starts[0]), self.block_size
             first = 0 if window is None else max(0, start - window + 1)

@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from mlx_paged_attention.ops.kernels.make import backend
+
 # Where MLX's attention is not fused it holds [heads, queries, keys] scores: keep them below this.
 MAX_SCORES_BYTES = 256 << 20
 
@@ -30,7 +32,7 @@ def chunk_attention(
     Returns:
         ``[1, heads, L, v_head_dim]``.
     """
-    if mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu):
+    if backend() == "cuda":
         return _aligned(queries, keys, values, start, scale, window, sinks)
     return _sliced(queries, keys, values, start, scale, window, sinks)
 
@@ -62,9 +64,8 @@ def _aligned(
 
 def _is_fused(queries: mx.array, values: mx.array) -> bool:
     """Whether MLX's attention keeps no scores: on CUDA, by cuDNN, of these types and up to this size."""
-    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
     short = max(queries.shape[3], values.shape[3]) <= 128
-    return on_cuda and short and queries.dtype in (mx.float16, mx.bfloat16)
+    return backend() == "cuda" and short and queries.dtype in (mx.float16, mx.bfloat16)
 
 
 def _sliced(

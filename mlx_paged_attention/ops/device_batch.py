@@ -37,7 +37,13 @@ class DeviceBatch(AttentionBatch):
 
 
 class DevicePacking(Packing):
-    """Singles and tiles of a compiled step; nothing in it is gathered."""
+    """Singles and tiles of a compiled step; nothing in it is gathered.
+
+    Args:
+        device_singles, device_tiles, device_order: int32 ``[singles]``, ``[tiles * TILE]`` and
+            ``[tokens]``, padding included.
+        parts: ``single_batch`` and ``tile_batch``.
+    """
 
     def __init__(
         self, device_singles: mx.array, device_tiles: mx.array, device_order: mx.array, **parts: DeviceBatch

@@ -1,4 +1,4 @@
-"""HostLayer: a layer whose pool belongs to numpy and is read in place by a compiled loop (CPU)."""
+"""HostLayer: a layer whose pool MLX and numpy share and compiled loops read in place (CPU)."""
 
 import sys
 import threading
@@ -28,7 +28,7 @@ _LOOP = threading.Lock()
 
 
 class HostLayer(AttentionLayer):
-    """Planes as numpy float32 arrays, ``[kv_heads, blocks, block_size, head_dim]``.
+    """Planes in float32, ``[kv_heads, blocks, block_size, head_dim]``, as arrays of MLX and views of numpy.
 
     MLX's CPU back end runs no custom kernels, so each layer evaluates its queries, keys and
     values and works on numpy's zero-copy views of them. The pool never changes address, and

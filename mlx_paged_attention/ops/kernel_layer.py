@@ -9,7 +9,7 @@ from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernels.decode import paged_decode, supports, threadgroups_per_item
 from mlx_paged_attention.ops.kernels.make import backend
-from mlx_paged_attention.ops.kernels.order import Order
+from mlx_paged_attention.ops.kernels.order import Order, no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 from mlx_paged_attention.ops.layer import AttentionLayer
 from mlx_paged_attention.ops.packing import TILE, Packing
@@ -48,6 +48,10 @@ class KernelLayer(AttentionLayer):
     def state(self) -> tuple[mx.array, ...]:
         """The planes, evaluated only once everything stated so far has run."""
         return tuple(mx.depends([self.k, self.v], [self.order.token]))
+
+    def discard(self) -> None:
+        # The token is made by what cannot be computed; whoever took it could not be either.
+        self.order.token = no_token()
 
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         self.order.token = write_kv(keys, values, self.k, self.v, batch.device_slot_ids, self.order.token)

@@ -41,7 +41,7 @@ class AttentionLayer(ABC):
         """Write what has been put off; whoever reads the pool by other ways than this class flushes first."""
 
     def discard(self) -> None:  # noqa: B027
-        """Forget what has been put off: the step it belongs to has failed."""
+        """Forget what was stated and has not run: a step has failed, and whatever had started has ended."""
 
     @abstractmethod
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:

@@ -84,6 +84,7 @@ class Packing:
 
     @cached_property
     def device_singles(self) -> mx.array:
+        """int32 ``[n]``."""
         return mx.array(self.singles.astype(np.int32))
 
     @cached_property
@@ -132,4 +133,5 @@ class Packing:
 
     @cached_property
     def device_order(self) -> mx.array:
+        """``order`` on the device, int32 ``[tokens]``."""
         return mx.array(self.order)

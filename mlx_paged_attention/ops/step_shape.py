@@ -205,7 +205,7 @@ def shape_of(
         padded,
         capacity(len(packing.singles), 16),
         least + capacity(len(packing.tiles) - least, 4),
-        capacity(num_wanted, 16),
+        min(padded, capacity(num_wanted, 16)),
         width,
         batch.block_size,
         cuts,

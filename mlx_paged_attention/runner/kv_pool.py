@@ -45,7 +45,7 @@ class KVPool:
             layer.flush()
 
     def discard(self) -> None:
-        """Forget what a step that failed has put off."""
+        """Forget what was stated and has not run: a step has failed, and whatever had started has ended."""
         for layer in self.layers:
             layer.discard()
 

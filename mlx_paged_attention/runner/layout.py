@@ -11,7 +11,7 @@ class Layout:
         pack: chunks join the single-token rows of the step, one row per token.
         dense: keys and values are gathered for the model's own attention.
         batch_rows: several sequences share a forward.
-        compiled: steps of single tokens are compiled; needs a :class:`KernelPool`.
+        compiled: steps are compiled where their shapes are few; needs a :class:`KernelPool`.
     """
 
     name: str
@@ -20,8 +20,8 @@ class Layout:
     batch_rows: bool = True
     compiled: bool = False
 
-    def with_compiled_decode(self) -> "Layout":
-        return replace(self, name=f"{self.name}, decode compiled", compiled=True)
+    def with_compiled_steps(self) -> "Layout":
+        return replace(self, name=f"{self.name}, compiled", compiled=True)
 
 
 # From fastest to most accepting. Which one a model gets is decided by :mod:`self_check`.

@@ -12,6 +12,7 @@ from mlx_paged_attention.models.head import select_rows_in_head, selected_logits
 from mlx_paged_attention.models.merged_linear import merge_products
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.kernels.make import backend
 
 
 class ModelHost:
@@ -20,7 +21,7 @@ class ModelHost:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.context = ForwardContext()
-        if mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu):
+        if backend() == "cuda":
             # There the host takes longer to launch a product than the device to compute a small one.
             flatten_rows(model)
             merge_products(model)
@@ -41,9 +42,10 @@ class ModelHost:
         """
         self.context.batch = batch
         self.context.selected = selected
+        self.context.head_selected = False
         try:
             output: Any = self.model(tokens, cache=caches)
-            logits = selected_logits(output, self.context, tokens.size)
+            logits = selected_logits(output, self.context)
         finally:
             self.context.batch = self.context.selected = None
             # A list, not a generator: every cache must be settled.

@@ -1,5 +1,6 @@
 """ModelRunner: a step plan in, sampled tokens out."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,8 +72,21 @@ class ForwardOutput:
         return self.logits[mx.array(indices.astype(np.int32))]
 
 
+def give_up(pool: KVPool) -> None:
+    """Leave no trace of a step that failed halfway: what has started ends, the rest is forgotten."""
+    with contextlib.suppress(Exception):
+        mx.synchronize()
+    pool.discard()
+
+
 class LaunchedStep:
-    """A step that runs, or has run; its tokens may be read once."""
+    """A step that runs, or has run; its tokens may be read once.
+
+    Args:
+        rows: of the plan's requests, by id.
+        sampled: ids of the requests that ``pending`` samples for, in its order.
+        state: of the pool, once the step has run.
+    """
 
     def __init__(
         self,
@@ -80,6 +94,7 @@ class LaunchedStep:
         plan: StepPlan,
         forwards: Sequence[ForwardOutput],
         rows: dict[str, RunnerRow],
+        sampled: Sequence[str],
         pending: PendingSample | None,
         state: Sequence[mx.array],
     ) -> None:
@@ -87,6 +102,7 @@ class LaunchedStep:
         self._plan = plan
         self._forwards = forwards
         self._rows = rows
+        self._sampled = sampled
         self._pending = pending
         self._state = state
 
@@ -99,14 +115,15 @@ class LaunchedStep:
         try:
             return self._read()
         except BaseException:
-            self._pool.discard()
+            # Whoever keeps the exception keeps this object: it must not hold the pool's arrays.
+            self._state, self._forwards, self._pending = (), (), None
+            give_up(self._pool)
             raise
 
     def _read(self) -> StepOutput:
         tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
         if self._pending is not None:
-            sampled = [row.request_id for f in self._forwards for row in f.planned if row.sample]
-            for request_id, result in zip(sampled, self._pending.read(), strict=True):
+            for request_id, result in zip(self._sampled, self._pending.read(), strict=True):
                 self._rows[request_id].sampling.append(result.token_id)
                 tokens[request_id] = (
                     [result.token_id],
@@ -164,30 +181,27 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> "LaunchedStep":
         """Start a step: every row's tokens, then one new token for each row that samples."""
         try:
-            forwards = self.forward(plan)
-            sampled = [row.request_id for forward in forwards for row in forward.planned if row.sample]
-            pending = None
-            if sampled:
-                states = [self._rows[request_id].sampling for request_id in sampled]
-                logits = [f.last() for f in forwards if any(row.sample for row in f.planned)]
-                pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states)
-                for row in states:
-                    row.expect()
-            state = self._pool.state
-            mx.async_eval(state, [] if pending is None else pending.arrays)
+            return self._launch(plan)
         except BaseException:
-            self._pool.discard()
+            give_up(self._pool)
             raise
-        self._last = (
-            None if pending is None else pending.token_ids,
-            {key: i for i, key in enumerate(sampled)},
-        )
-        rows = {row.request_id: self._rows[row.request_id] for row in plan.rows}
-        return LaunchedStep(self._pool, plan, forwards, rows, pending, state)
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Launch a step and wait for it."""
-        return self.launch(plan).read()
+    def _launch(self, plan: StepPlan) -> "LaunchedStep":
+        forwards = self.forward(plan)
+        sampled = [row.request_id for forward in forwards for row in forward.planned if row.sample]
+        pending = None
+        if sampled:
+            states = [self._rows[request_id].sampling for request_id in sampled]
+            logits = [f.last() for f in forwards if any(row.sample for row in f.planned)]
+            pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states)
+            for row in states:
+                row.expect()
+        state = self._pool.state
+        mx.async_eval(state, [] if pending is None else pending.arrays)
+        token_ids = None if pending is None else pending.token_ids
+        self._last = (token_ids, {key: i for i, key in enumerate(sampled)})
+        rows = {row.request_id: self._rows[row.request_id] for row in plan.rows}
+        return LaunchedStep(self._pool, plan, forwards, rows, sampled, pending, state)
 
     def forward(self, plan: StepPlan) -> list[ForwardOutput]:
         """Run the plan's forwards, which are its rows in order."""

@@ -65,7 +65,7 @@ def _candidates(specs: list[LayerKVSpec], *, on_host: bool) -> Iterator[Layout]:
     compiles = isinstance(make_pool(specs, 1, host=on_host), KernelPool)
     for layout in LAYOUTS:
         if compiles and not layout.dense:
-            yield layout.with_compiled_decode()
+            yield layout.with_compiled_steps()
         yield layout
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.scheduler.in_flight import InFlight, unpublish_failed
 from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
 from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, NewRow, PlannedRow, StepOutput, StepPlan
@@ -19,19 +20,6 @@ from mlx_paged_attention.scheduler.stop import check_stop, ends_by_length
 # A request that wants log-probabilities of its prompt needs logits of every prompt token it computes:
 # 256 rows of a vocabulary of 150,000 are 150 MB.
 MAX_SCORED_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A plan whose output has not come back.
-
-    Attributes:
-        requests: of its rows; an id may have been given away again meanwhile.
-        published: what it was to write into published blocks.
-    """
-
-    requests: dict[str, Request]
-    published: list[tuple[int, bytes]]
 
 
 @dataclass(slots=True)
@@ -101,7 +89,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._released: list[str] = []
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
 
     @property
     def num_running(self) -> int:
@@ -183,8 +171,10 @@ class Scheduler:
 
         Args:
             ahead: requests go on from a token that has not come back yet, where it cannot be their
-                last. If it was, the row is for nobody, and so is its output.
+                last. If it was, the row is for nobody, and so is its output. One plan may be
+                out then, at most: a runner remembers the tokens of its last step only.
         """
+        assert not ahead or len(self._in_flight) <= 1, "planning ahead of two plans"
         shares: dict[str, _Scheduled] = {}
         budget, preempted = self._schedule_running(shares, ahead)
         new: list[NewRow] = []
@@ -213,7 +203,7 @@ class Scheduler:
         plan = StepPlan(self.num_steps, new, rows, self._released)
         self._released = []
         requests = {key: share.request for key, share in shares.items()}
-        self._in_flight[plan.step] = _InFlight(requests, self.manager.take_published())
+        self._in_flight[plan.step] = InFlight(plan, requests, self.manager.take_published())
         self.num_steps += 1
         return plan
 
@@ -236,7 +226,7 @@ class Scheduler:
         missing.difference_update([row.request_id for row in output.rows if row.token_ids])
         if missing:
             raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")
-        self._land(plan)
+        self._in_flight.pop(plan.step).end()
         results = []
         for row_output in output.rows:
             request, row = requests[row_output.request_id], planned[row_output.request_id]
@@ -262,42 +252,11 @@ class Scheduler:
         Ends its requests, and any other that found such blocks since, with ``"error"``, and makes
         the blocks unfindable. Returns the requests ended.
         """
-        manager = self.manager
-        failed = self._land(plan)
-        garbage = {
-            block_id
-            for block_id, block_hash in failed.published
-            if manager.is_published(block_id, block_hash)
-        }
-        manager.unpublish(list(garbage))
-        # Later plans may have built on it; what they publish loses its sharing, right or wrong.
-        for step, later in self._in_flight.items():
-            if step > plan.step:
-                manager.unpublish(
-                    [block_id for block_id, key in later.published if manager.is_published(block_id, key)]
-                )
-
-        doomed: dict[str, Request] = {}
-        for row in plan.rows:
-            request = failed.requests[row.request_id]
-            if request.status is RequestStatus.RUNNING:
-                doomed[row.request_id] = request
-                garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
-                manager.unpublish_from(row.request_id, row.write_from)
-        spreading = True
-        while spreading:
-            spreading = False
-            for request in self.running:
-                if request.request_id in doomed:
-                    continue
-                block_ids = manager.block_ids(request.request_id)
-                first = next((i for i, block_id in enumerate(block_ids) if block_id in garbage), None)
-                if first is not None:
-                    doomed[request.request_id] = request
-                    garbage.update(block_ids[first:])
-                    manager.unpublish_from(request.request_id, first * manager.block_size)
-                    spreading = True
-        return self._finish_all(doomed, RequestStatus.FINISHED_ERROR)
+        failed = self._in_flight.pop(plan.step)
+        failed.end()
+        later = [flight for step, flight in self._in_flight.items() if step > plan.step]
+        doomed = unpublish_failed(self.manager, failed, later, self.running)
+        return self._finish_all([request.request_id for request in doomed], RequestStatus.FINISHED_ERROR)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets every published block.
@@ -315,13 +274,6 @@ class Scheduler:
 
     # Inside a step
 
-    def _land(self, plan: StepPlan) -> _InFlight:
-        """The plan is in flight no more."""
-        landed = self._in_flight.pop(plan.step)
-        for row in plan.rows:
-            landed.requests[row.request_id].num_samples_in_flight -= row.sample
-        return landed
-
     def _schedule_running(self, shares: dict[str, _Scheduled], ahead: bool) -> tuple[int, bool]:
         """Returns the budget left and whether anything was preempted."""
         budget = self.max_num_batched_tokens
@@ -332,12 +284,16 @@ class Scheduler:
             request = self.running[index]
             start = request.num_computed_tokens
             num_tokens = min(len(request.token_ids) - start, self._step_limit(request), budget)
-            if num_tokens <= 0:  # its next token has not come back yet
+            unknown = num_tokens <= 0  # its next token has not come back yet
+            if unknown:
                 if not ahead or not self._can_go_ahead(request):
                     index += 1
                     continue
                 num_tokens = 1
             new_block_ids = allocate(request, num_tokens)
+            if unknown and new_block_ids is None:  # nobody loses blocks to what may be for nobody
+                index += 1
+                continue
             while new_block_ids is None:
                 victim = self._choose_victim()
                 share = shares.pop(victim.request_id, None)
@@ -398,9 +354,11 @@ class Scheduler:
 
     def _can_go_ahead(self, request: Request) -> bool:
         """Whether the token after the one that is on its way may be computed now."""
-        alone = request.num_samples_in_flight == 1 and request.num_computed_tokens == request.num_tokens
+        one_on_its_way = (
+            request.num_samples_in_flight == 1 and request.num_computed_tokens == request.num_tokens
+        )
         ends = ends_by_length(request, request.num_tokens + 1, self.max_model_len)
-        return alone and request.sampling.runs_ahead and not ends
+        return one_on_its_way and request.sampling.runs_ahead and not ends
 
     def _choose_victim(self) -> Request:
         if self.policy == "priority":

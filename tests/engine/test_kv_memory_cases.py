@@ -5,7 +5,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from engine_hooks import check_books, engine_of, settled_stats, submit, wrapped_execute
+from engine_hooks import check_books, engine_of, settled_stats, submit, wrapped_launch
 from oracle import assert_matches, greedy, varied_prompt
 from tiny_models import LLAMA_BYTES_PER_TOKEN
 
@@ -37,7 +37,7 @@ def test_no_block_is_lost_over_many_requests(engine, at_once, requests, enable_p
             if row.request_id.endswith("9") and row.start == 22:
                 llm._engine.abort(row.request_id)
 
-    with wrapped_execute(llm, abort_every_tenth_at_its_third_output):
+    with wrapped_launch(llm, abort_every_tenth_at_its_third_output):
         for first in range(0, requests, at_once):
             numbers = range(first, min(first + at_once, requests))
             waits = [submit(llm, varied_prompt(20, n), greedy(8), f"request-{n}") for n in numbers]

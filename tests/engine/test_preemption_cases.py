@@ -3,14 +3,14 @@
 import itertools
 
 import pytest
-from engine_hooks import check_books, preempt_everything, settled_stats, start_together, wrapped_execute
+from engine_hooks import check_books, preempt_everything, settled_stats, start_together, wrapped_launch
 from oracle import assert_matches, greedy, varied_prompt
 
 from mlx_paged_attention import SamplingParams
 
 
 def preempt_before_step(llm, number):
-    """A hook for ``wrapped_execute``: everything is preempted between steps ``number - 1`` and ``number``."""
+    """A hook for ``wrapped_launch``: everything is preempted between steps ``number - 1`` and ``number``."""
     counter = itertools.count(1)
 
     def hook(plan):
@@ -39,7 +39,7 @@ def test_prompt_logprobs_survive_preemption_between_chunks(engine, oracle, step)
     """vllm-project/vllm#29071"""
     llm = engine("llama", block_size=4, max_num_batched_tokens=4, max_num_seqs=4)
     prompt = varied_prompt(30, 2)
-    with wrapped_execute(llm, preempt_before_step(llm, step)):
+    with wrapped_launch(llm, preempt_before_step(llm, step)):
         (output,) = llm.generate([prompt], greedy(4, prompt_logprobs=1))
     assert output.metrics.num_preemptions == 1
     assert_matches(output.outputs[0], oracle("llama").greedy(prompt, 4))
@@ -68,7 +68,7 @@ def test_outputs_stay_outputs_when_they_are_computed_again(engine, step):
         logprobs=1,
     )
     (undisturbed,) = llm.generate([prompt], params)
-    with wrapped_execute(llm, preempt_before_step(llm, step)):
+    with wrapped_launch(llm, preempt_before_step(llm, step)):
         (preempted,) = llm.generate([prompt], params)
     assert preempted.metrics.num_preemptions == 1
     assert undisturbed.metrics.num_preemptions == 0

@@ -27,6 +27,13 @@ def test_a_bad_word_that_the_model_cannot_write_is_not_masked():
     assert max(max(word) for word in sampling.bad_words) < ord("z")
 
 
+@pytest.mark.parametrize(
+    ("top_k", "expected"), [(-1, 0), (0, 0), (VOCAB_SIZE - 1, VOCAB_SIZE - 1), (VOCAB_SIZE, 0), (10**6, 0)]
+)
+def test_a_top_k_of_all_tokens_is_none(top_k, expected):
+    assert resolved(SamplingParams(top_k=top_k)).top_k == expected
+
+
 @pytest.mark.parametrize(("index", "expected"), [(0, 3), (1, None)])
 def test_only_the_first_answer_scores_the_prompt(index, expected):
     params = SamplingParams(n=2, prompt_logprobs=3)

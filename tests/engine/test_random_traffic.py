@@ -11,7 +11,7 @@ from engine_hooks import (
     preempt_everything,
     settled_stats,
     shuffle_free_blocks,
-    wrapped_execute,
+    wrapped_launch,
 )
 from oracle import assert_matches, greedy, varied_prompt
 
@@ -50,7 +50,7 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
                 preempt_everything(llm)
 
         alone: list[tuple[list[int], SamplingParams, list[list[int]]]] = []
-        with wrapped_execute(llm, disturb):
+        with wrapped_launch(llm, disturb):
             await asyncio.gather(
                 *(
                     request(llm, oracle(name), policy, random.Random(100 * seed + n), alone)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engine_hooks import recorded_plans, start_together, submit, wrapped_execute
+from engine_hooks import recorded_plans, start_together, submit, wrapped_launch
 from oracle import assert_matches, greedy, varied_prompt
 
 
@@ -65,7 +65,7 @@ def test_decode_rows_of_all_lengths_beside_a_chunk_in_one_step(engine, oracle):
         if not late:
             late.append(submit(llm, joining, greedy(6, cache_salt=salt)))
 
-    with recorded_plans(llm) as plans, wrapped_execute(llm, join):
+    with recorded_plans(llm) as plans, wrapped_launch(llm, join):
         start_together(llm, 3)
         outputs = llm.generate(running, greedy(6, cache_salt=salt))
         outputs.append(late[0]())

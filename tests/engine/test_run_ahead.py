@@ -6,6 +6,7 @@ import pytest
 from fake_runner import expected_output
 from scripted_engine import EOS, ScriptedEngine, letters
 
+from mlx_paged_attention.engine.engine import MAX_FAILED_STEPS
 from mlx_paged_attention.errors import RequestFailedError
 from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN
 
@@ -94,6 +95,34 @@ def test_a_launch_that_raises_comes_after_the_tokens_in_flight():
     assert engine.last("b").outputs[0].token_ids == expected_output([1, 2, 3], 3)
 
 
+def test_one_fault_counts_once_whatever_becomes_of_the_step_after():
+    engine = ahead()
+    engine.runner.fails_when_read = True
+    for fault in range(MAX_FAILED_STEPS - 1):
+        engine.add(str(fault), [1, 2, 3], max_tokens=9)
+        engine.runner.failures = [RuntimeError("out of memory")] * 2  # the step, and the one built on it
+        while engine.engine.has_work:
+            engine.step()
+        assert isinstance(engine.error(str(fault)), RequestFailedError)
+    engine.add("last", [1, 2, 3], max_tokens=9)
+    engine.runner.failures = [RuntimeError("out of memory"), None]
+    engine.step()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+
+
+def test_nobody_is_preempted_for_a_token_that_may_be_for_nobody():
+    engine = ahead(num_blocks=9, block_size=4)
+    # Four blocks each are all there are. The second token of a is in flight, and its third would need
+    # another block; but the second ends it.
+    engine.add("a", list(range(15)), answer=[65, EOS], max_tokens=9)
+    engine.add("b", [7] * 15, max_tokens=4, ignore_eos=True)
+    engine.run()
+    assert engine.last("a").outputs[0].finish_reason == "stop"
+    assert engine.last("b").outputs[0].token_ids == expected_output([7] * 15, 4)
+    assert engine.engine.stats().preemptions == 0
+
+
 def test_a_read_that_raises_fails_its_requests_though_the_next_step_runs():
     engine = ahead(max_num_batched_tokens=8)
     engine.runner.fails_when_read = True
@@ -101,9 +130,12 @@ def test_a_read_that_raises_fails_its_requests_though_the_next_step_runs():
     engine.step(2)
     engine.runner.failures = [RuntimeError("out of memory")]
     engine.step()
-    engine.add("b", [5, 6], max_tokens=4)  # enters the step after
-    engine.run()
+    engine.add("b", [5, 6], max_tokens=4)
+    engine.step()  # launches the first step of b, and reads the one that failed
     assert isinstance(engine.error("a"), RequestFailedError)
+    assert not engine.engine._in_flight  # nothing is launched while what was built on a failure runs
+    assert len(engine.outputs["b"]) == 1
+    engine.run()
     assert engine.last("b").outputs[0].token_ids == expected_output([5, 6], 4)
 
 

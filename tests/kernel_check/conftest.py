@@ -1,28 +1,16 @@
 """Kernels without a GPU: run by the Metal emulator."""
 
-import os
-
 import pytest
-from emulator import metal_kernel, what_is_missing
+from emulated_kernels import emulated_kernels
 
 from mlx_paged_attention.ops.kernels import make
 
 
 @pytest.fixture
-def emulator(monkeypatch):
+def emulator():
     """Kernels run in the emulator."""
-    if reason := what_is_missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-
-    def emulated(name, inputs, outputs, body, mutable):
-        header = make.source("metal.h")
-        options = {"ensure_row_contiguous": False, "mutable_inputs": mutable}
-        return metal_kernel(name, inputs, outputs, body, header, **options)
-
-    monkeypatch.setattr(make, "compile_kernel", emulated)
-    make._compiled.cache_clear()
-    yield
-    make._compiled.cache_clear()
+    with emulated_kernels():
+        yield
 
 
 @pytest.fixture

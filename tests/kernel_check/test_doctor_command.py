@@ -47,7 +47,7 @@ def test_without_a_gpu_it_refuses_in_one_line_and_the_plain_doctor_says_so_too(c
     assert err.count("\n") == 1
     status, out, _ = run(capsys)
     assert status == 0
-    assert "kernels none, pool numpy arrays" in out
+    assert "kernels none, pool host memory" in out
 
 
 def test_where_mlx_does_not_work_it_refuses_with_the_reason(capsys, monkeypatch):

@@ -85,10 +85,11 @@ def made(request):
 
 def logits(model, context, rows):
     context.selected = None if rows is None else mx.array(rows, mx.int32)
-    return selected_logits(model(TOKENS), context, TOKENS.size)
+    context.head_selected = False
+    return selected_logits(model(TOKENS), context)
 
 
-@pytest.mark.parametrize("rows", [[0], [5], [2, 4], [4, 2], [0, 1, 2, 3, 4, 5]], ids=str)
+@pytest.mark.parametrize("rows", [[0], [5], [2, 4], [4, 2], [0, 1, 2, 3, 4, 5], [5, 4, 0, 0, 1, 2]], ids=str)
 def test_the_logits_are_those_of_the_selected_rows_in_their_order(made, rows):
     model, context, expected = made
     assert logits(model, context, rows).shape == (len(rows), VOCAB)

@@ -14,7 +14,7 @@ from engine_hooks import (
     recorded_plans,
     settled_stats,
     shuffle_free_blocks,
-    wrapped_execute,
+    wrapped_launch,
 )
 from oracle import assert_matches, greedy, varied_prompt
 
@@ -60,7 +60,7 @@ def test_chunks_hits_and_preemption(tiny_model, oracle, name, layout, pool_kind)
                 if last and next(steps) == 5:
                     preempt_everything(llm)
 
-            with recorded_plans(llm) as plans, wrapped_execute(llm, preempt_after_five_steps):
+            with recorded_plans(llm) as plans, wrapped_launch(llm, preempt_after_five_steps):
                 outputs = llm.generate(PROMPTS, greedy(10))
             for output, prompt in zip(outputs, PROMPTS, strict=True):
                 assert_matches(output.outputs[0], oracle(name).greedy(prompt, 10))

@@ -62,6 +62,15 @@ def test_seven_products_of_a_layer_become_four(tiny_model, monkeypatch):
     assert counted_products(monkeypatch, model) == 2 * 4 + with_head
 
 
+def test_large_weights_are_left_alone(tiny_model, monkeypatch):
+    model, _ = load_model(tiny_model("llama"))
+    mlp = model.layers[0].mlp
+    monkeypatch.setattr(merged_linear, "MOST_BYTES", 2 * mlp.up_proj.weight.nbytes - 1)
+    merge_products(model)
+    assert type(mlp.up_proj) is nn.Linear
+    assert type(model.layers[0].self_attn.q_proj) is MergedLinear
+
+
 def test_many_rows_are_multiplied_layer_by_layer(tiny_model, monkeypatch):
     model, _ = load_model(tiny_model("llama"))
     expected = model(TOKENS)

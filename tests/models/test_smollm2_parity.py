@@ -6,7 +6,7 @@ from engine_hooks import (
     preempt_everything,
     settled_stats,
     shuffle_free_blocks,
-    wrapped_execute,
+    wrapped_launch,
 )
 from oracle import Oracle, assert_matches, greedy
 
@@ -78,7 +78,7 @@ def test_chunks_and_preemption(reference, chunk):
                 preempted.append(plan.step)
                 preempt_everything(llm)
 
-        with wrapped_execute(llm, preempt):
+        with wrapped_launch(llm, preempt):
             outputs = llm.generate(TEXTS, params())
         assert_all_match(outputs, reference)
         stats = settled_stats(llm)

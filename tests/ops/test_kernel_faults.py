@@ -10,7 +10,8 @@ from importlib.resources import files
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator import KernelError, SparseArray, metal_kernel, require_emulator
+from emulated_kernels import emulated_kernels
+from emulator import KernelError, SparseArray
 
 from mlx_paged_attention.ops.kernels import make
 from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
@@ -81,11 +82,6 @@ BUGS = {
 }
 
 
-def emulated(name, inputs, outputs, body, mutable):
-    options = {"ensure_row_contiguous": False, "mutable_inputs": mutable, "check_address_spaces": False}
-    return metal_kernel(name, inputs, outputs, body, make.source("metal.h"), **options)
-
-
 def error():
     """The largest error of two rows' attention, whole and in pieces, and of what is gathered."""
     rng = np.random.default_rng(0)
@@ -131,18 +127,15 @@ def error():
 @pytest.fixture
 def plant(monkeypatch):
     """Replaces part of a kernel's text, by position."""
-    require_emulator()
     source = make.source
-    monkeypatch.setattr(make, "compile_kernel", emulated)
-    make._compiled.cache_clear()
 
     def plant(file, start, end, instead):
         text = source(file)
         text = text[:start] + instead + text[end:]
         monkeypatch.setattr(make, "source", lambda name: text if name == file else source(name))
 
-    yield plant
-    make._compiled.cache_clear()
+    with emulated_kernels(check_address_spaces=False):
+        yield plant
 
 
 def test_without_a_fault_all_is_right_in_pools_of_more_than_2_to_the_32_elements(plant):

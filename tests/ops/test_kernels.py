@@ -1,18 +1,16 @@
 """The attention kernels, run by the Metal emulator, and on the GPU where there is one."""
 
 import itertools
-import os
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator import metal_kernel, what_is_missing
+from emulated_kernels import emulated_kernels, skip_without_gpu
 
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.kernel_check.decode_case import LSE_FACTOR, TOLERANCE, DecodeCase
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
-from mlx_paged_attention.ops.kernels import make
 from mlx_paged_attention.ops.kernels import work_list as work_lists
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
@@ -22,32 +20,15 @@ DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).
 EDGES = [0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 300, 37]
 
 
-def emulated(name, inputs, outputs, body, mutable):
-    return metal_kernel(
-        name,
-        inputs,
-        outputs,
-        body,
-        make.source("metal.h"),
-        ensure_row_contiguous=False,
-        mutable_inputs=mutable,
-    )
-
-
 @pytest.fixture(autouse=True, params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
+def device(request):
     """Where kernels run in a test."""
     if request.param == "gpu":
-        if make.backend() is None:
-            pytest.skip("no GPU that MLX can use")
+        skip_without_gpu()
         yield
         return
-    if reason := what_is_missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    monkeypatch.setattr(make, "compile_kernel", emulated)
-    make._compiled.cache_clear()
-    yield
-    make._compiled.cache_clear()
+    with emulated_kernels():
+        yield
 
 
 def check(case, target=64):

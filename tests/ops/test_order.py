@@ -74,6 +74,15 @@ def shared_prefix_in_one_step(model):
     model.forward([16], 1, [[1, 2, 3]])
 
 
+def test_after_a_failure_nothing_waits_for_what_cannot_be_computed():
+    model = Model()
+    with recording():
+        model.forward([5], 1, [[1]])
+        assert model.order.token is not no_token()
+        model.layers[0].discard()
+    assert model.order.token is no_token()
+
+
 PROGRAMS = [decode_steps, recycled_blocks, copy_on_write, a_prompt_in_chunks, shared_prefix_in_one_step]
 
 

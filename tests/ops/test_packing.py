@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator import metal_kernel, require_emulator
+from emulated_kernels import emulated_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +12,6 @@ from mlx_paged_attention.ops import packing as packing_module
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
-from mlx_paged_attention.ops.kernels import make
 from mlx_paged_attention.ops.packing import TILE, Packing
 
 BLOCK_SIZE, HEADS, KV_HEADS, DIM, V_DIM = 8, 4, 2, 32, 16
@@ -81,24 +80,9 @@ def check_parts(runs, gather_beyond, seed):
 
 
 @pytest.fixture
-def on_kernels(monkeypatch):
-    require_emulator()
-    make._compiled.cache_clear()
-
-    def emulated(name, inputs, outputs, body, mutable):
-        return metal_kernel(
-            name,
-            inputs,
-            outputs,
-            body,
-            make.source("metal.h"),
-            ensure_row_contiguous=False,
-            mutable_inputs=mutable,
-        )
-
-    monkeypatch.setattr(make, "compile_kernel", emulated)
-    yield
-    make._compiled.cache_clear()
+def on_kernels():
+    with emulated_kernels():
+        yield
 
 
 @pytest.mark.parametrize("window", [None, 11])

@@ -80,4 +80,4 @@ class StepDriver:
         return output
 
     def step(self, **counts: int) -> StepOutput:
-        return self.take(self.runner.execute(self.plan(**counts)))
+        return self.take(self.runner.launch(self.plan(**counts)).read())

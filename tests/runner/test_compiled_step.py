@@ -1,12 +1,12 @@
 """Steps compiled once per shape: the same tokens, and nothing left behind."""
 
 import gc
-import os
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
-from emulator import metal_kernel, what_is_missing
+from emulated_kernels import emulated_kernels, skip_without_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import varied_prompt
@@ -16,7 +16,6 @@ from tiny_models import VOCAB_SIZE
 from mlx_paged_attention.ops import packing
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
-from mlx_paged_attention.ops.kernels import make
 from mlx_paged_attention.ops.kernels.work_list import capacity_for, work_list
 from mlx_paged_attention.ops.packing import TILE, Packing
 from mlx_paged_attention.ops.step_shape import (
@@ -30,37 +29,20 @@ from mlx_paged_attention.ops.step_shape import (
 from mlx_paged_attention.runner import compiled_step
 from mlx_paged_attention.runner.kv_pool import KernelPool
 from mlx_paged_attention.runner.self_check import choose_layout
-
-
-def emulated(name, inputs, outputs, body, mutable):
-    return metal_kernel(
-        name,
-        inputs,
-        outputs,
-        body,
-        make.source("metal.h"),
-        ensure_row_contiguous=False,
-        mutable_inputs=mutable,
-    )
+from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, PlannedRow
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request, monkeypatch):
+def kernels(request):
     """Kernels run on the GPU, in compiled functions; or in the emulator, as each is called."""
     if request.param == "gpu":
-        if make.backend() is None:
-            pytest.skip("no GPU that MLX can use")
+        skip_without_gpu()
         yield
         return
-    if reason := what_is_missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    monkeypatch.setattr(make, "compile_kernel", emulated)
-    monkeypatch.setattr(KernelLayer, "supports", staticmethod(lambda spec: True))
-    make._compiled.cache_clear()
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    make._compiled.cache_clear()
+    with emulated_kernels():
+        mx.disable_compile()
+        yield
+        mx.enable_compile()
 
 
 @pytest.fixture
@@ -121,7 +103,7 @@ def test_compiled_steps_sample_what_plain_operations_sample(tiny_model, kernels,
         with monkeypatch.context() as patch:
             if not compiled:  # plain operations of MLX, wherever this runs
                 patch.setattr(KernelLayer, "supports", staticmethod(lambda spec: False))
-            chosen = layout.with_compiled_decode() if compiled else layout
+            chosen = layout.with_compiled_steps() if compiled else layout
             driver = StepDriver(host, specs, chosen, on_host=False)
         assert isinstance(driver.runner._pool, KernelPool) is compiled
         for request, length in (("a", 21), ("b", 1), ("c", 15), ("d", 17)):
@@ -130,12 +112,63 @@ def test_compiled_steps_sample_what_plain_operations_sample(tiny_model, kernels,
     assert tokens[0] == tokens[1]
 
 
+def test_a_step_may_start_from_tokens_that_are_still_on_the_device(tiny_model, oracle, kernels, monkeypatch):
+    """A decode step and a mixed one, their rows in other orders than those of the step before."""
+    monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 1000))
+    host, specs = load_host(tiny_model("llama"))
+    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+    prompts = {
+        name: varied_prompt(length, length) for name, length in (("a", 21), ("b", 3), ("c", 15), ("d", 17))
+    }
+    for name in "abc":
+        driver.add(name, prompts[name])
+    starts = {name: len(prompts[name]) for name in "abc"}
+    launched = [driver.runner.launch(driver.plan(a=21, b=3, c=15))]
+    driver.add("d", prompts["d"])
+    for order, others in (("cab", {}), ("bca", {"d": 9}), ("ab", {"d": 8})):
+        plan = driver.plan(**others)
+        rows = [PlannedRow(name, [UNKNOWN_TOKEN], starts[name], [], starts[name], True) for name in order]
+        for name in order:
+            starts[name] += 1
+        launched.append(driver.runner.launch(msgspec.structs.replace(plan, rows=[*rows, *plan.rows])))
+    assert {type(shape) for shape in driver.runner._compiled._compiled} == {DecodeShape, MixedShape}
+    for step in launched:
+        driver.take(step.read())
+    for name, count in (("a", 4), ("b", 4), ("c", 3), ("d", 1)):
+        output = driver.tokens[name][len(prompts[name]) :]
+        assert output == oracle("llama").greedy(prompts[name], count).token_ids
+
+
+def test_after_a_launch_that_failed_steps_are_right(tiny_model, oracle, kernels, monkeypatch):
+    """The failure comes with a step in flight and half of the pool written."""
+    host, specs = load_host(tiny_model("llama"))
+    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+    prompts = {name: varied_prompt(length, length) for name, length in (("a", 21), ("b", 3), ("c", 15))}
+    for name in "ab":
+        driver.add(name, prompts[name])
+    first = driver.runner.launch(driver.plan(a=21, b=3))
+    driver.add("c", prompts["c"])
+    second_layer = driver.runner._pool.layers[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(second_layer, "attend", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.runner.launch(driver.plan(c=15))
+    driver.take(first.read())
+    driver.release("c")
+    driver.add("d", prompts["c"])
+    driver.step(a=1, d=15)
+    driver.step(d=1, b=1, a=1)
+    for name, prompt, count in (("a", "a", 3), ("b", "b", 2), ("d", "c", 2)):
+        output = driver.tokens[name][len(prompts[prompt]) :]
+        assert output == oracle("llama").greedy(prompts[prompt], count).token_ids
+
+
 @pytest.mark.parametrize("kind", [DecodeShape, MixedShape])
 def test_the_check_at_load_covers_compiled_steps(tiny_model, kernels, monkeypatch, kind):
     monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 1000))
     host, specs = load_host(tiny_model("llama"))
     layout = choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=False)
-    assert layout == PACKED.with_compiled_decode()
+    assert layout == PACKED.with_compiled_steps()
 
     unpack = kind.unpack
 
@@ -150,7 +183,7 @@ def test_the_check_at_load_covers_compiled_steps(tiny_model, kernels, monkeypatc
 
 def test_a_bucket_is_traced_once(tiny_model, traced, monkeypatch):
     host, specs = load_host(tiny_model("llama"))
-    driver = StepDriver(host, specs, PACKED.with_compiled_decode(), on_host=False)
+    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
     for request in "abc":
         driver.add(request, varied_prompt(5, 1))
     monkeypatch.setattr(packing, "GATHER_BEYOND", {"metal": 1000})
@@ -169,7 +202,7 @@ def test_a_bucket_is_traced_once(tiny_model, traced, monkeypatch):
 def test_compiled_steps_take_the_pool_that_is_there(tiny_model, traced):
     """A captured pool would be a constant: what replaced it would never be seen."""
     host, specs = load_host(tiny_model("llama"))
-    driver = StepDriver(host, specs, PACKED.with_compiled_decode(), on_host=False)
+    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
     driver.add("a", varied_prompt(5, 1))
     driver.step(a=5)
     pool = driver.runner._pool
@@ -185,7 +218,7 @@ def test_compiled_steps_take_the_pool_that_is_there(tiny_model, traced):
 def test_nothing_is_kept_alive(tiny_model, traced):
     def serve():
         host, specs = load_host(tiny_model("llama"))
-        driver = StepDriver(host, specs, PACKED.with_compiled_decode(), on_host=False)
+        driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
         driver.add("a", varied_prompt(5, 1))
         for count in (5, 1, 1):
             driver.step(a=count)

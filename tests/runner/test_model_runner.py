@@ -89,7 +89,7 @@ def test_a_plan_that_went_through_msgpack_gives_the_same_output(loaded):
         plan = drivers[1].plan(**counts)
         copy = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         assert copy == plan
-        remote = drivers[1].runner.execute(copy)
+        remote = drivers[1].runner.launch(copy).read()
         remote = drivers[1].take(msgspec.msgpack.decode(msgspec.msgpack.encode(remote), type=StepOutput))
         assert remote == direct
     assert {row.request_id for row in direct.rows} == {"a", "b", "c"}
@@ -254,7 +254,7 @@ def test_a_model_that_raises_leaves_the_seam_clean_and_the_next_step_right(loade
     with monkeypatch.context() as patch:
         patch.setattr(llama, "scaled_dot_product_attention", raising)
         with pytest.raises(RuntimeError, match="out of memory"):
-            driver.runner.execute(plan)
+            driver.runner.launch(plan).read()
     assert not seam._pending
     assert loaded[0].context.batch is None
     assert loaded[0].context.selected is None
@@ -288,7 +288,7 @@ def test_nothing_of_a_step_that_failed_is_written_later(loaded, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(llama, "scaled_dot_product_attention", raising)
         with pytest.raises(RuntimeError, match="out of memory"):
-            driver.runner.execute(plan)
+            driver.runner.launch(plan).read()
     driver.runner._pool.flush()
     for layer, keys in zip(layers, before, strict=True):
         np.testing.assert_array_equal(layer.k, keys)

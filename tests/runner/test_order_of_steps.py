@@ -31,7 +31,7 @@ from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.scheduler.scheduler import Scheduler
 
-COMPILED, COMPILED_ROWS = PACKED.with_compiled_decode(), ROWS.with_compiled_decode()
+COMPILED, COMPILED_ROWS = PACKED.with_compiled_steps(), ROWS.with_compiled_steps()
 
 
 def driver_of(directory, layout):

@@ -1,12 +1,12 @@
 """mlx_lm.generate on a paged cache generates what it generates on its own."""
 
-import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from emulator import metal_kernel, what_is_missing
+from emulated_kernels import emulated_kernels, skip_without_gpu
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_model
@@ -19,7 +19,6 @@ from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError,
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.host import HostLayer
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
-from mlx_paged_attention.ops.kernels import make
 
 PROMPT = varied_prompt(45, 3)
 
@@ -69,28 +68,16 @@ def test_half_precision_is_kept(llama):
 
 
 @pytest.mark.parametrize("kind", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_kernels_write_what_mlx_lms_prefill_evaluates(llama, monkeypatch, request, kind):
+def test_kernels_write_what_mlx_lms_prefill_evaluates(llama, monkeypatch, kind):
     """Its prefill evaluates nothing but ``state``: that must run the writes."""
     if kind == "gpu":
-        if make.backend() is None:
-            pytest.skip("no GPU that MLX can use")
-    else:
-        if reason := what_is_missing():
-            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-
-        def emulated(name, inputs, outputs, body, mutable):
-            options = {"ensure_row_contiguous": False, "mutable_inputs": mutable}
-            return metal_kernel(name, inputs, outputs, body, make.source("metal.h"), **options)
-
-        monkeypatch.setattr(make, "compile_kernel", emulated)
-        monkeypatch.setattr(KernelLayer, "supports", staticmethod(lambda spec: True))
-        monkeypatch.setitem(sys.modules, "numba", None)
-        make._compiled.cache_clear()
-        request.addfinalizer(make._compiled.cache_clear)
-    cache = make_paged_cache(llama, max_tokens=64)
-    assert {type(entry.layer) for entry in cache} == {KernelLayer}
-    assert len({id(entry.layer.order) for entry in cache}) == 1
-    assert_same(llama, cache, PROMPT[:40], chunk=17)
+        skip_without_gpu()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with emulated_kernels() if kind == "emulator" else nullcontext():
+        cache = make_paged_cache(llama, max_tokens=64)
+        assert {type(entry.layer) for entry in cache} == {KernelLayer}
+        assert len({id(entry.layer.order) for entry in cache}) == 1
+        assert_same(llama, cache, PROMPT[:40], chunk=17)
 
 
 def test_a_second_prompt_goes_on_where_the_first_ended(llama):

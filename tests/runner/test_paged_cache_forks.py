@@ -2,13 +2,12 @@
 
 import copy
 import gc
-import os
 import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator import metal_kernel, what_is_missing
+from emulated_kernels import emulated_kernels, skip_without_gpu
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_model
@@ -19,14 +18,8 @@ from mlx_paged_attention.errors import RequestTooLongError
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.host import HostLayer
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
-from mlx_paged_attention.ops.kernels import make
 
 BLOCK_SIZE = 8
-
-
-def emulated(name, inputs, outputs, body, mutable):
-    options = {"ensure_row_contiguous": False, "mutable_inputs": mutable}
-    return metal_kernel(name, inputs, outputs, body, make.source("metal.h"), **options)
 
 
 @pytest.fixture(params=["host", "plain MLX", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -40,17 +33,11 @@ def kind(request, monkeypatch):
         yield DeviceLayer
         return
     if request.param == "gpu":
-        if make.backend() is None:
-            pytest.skip("no GPU that MLX can use")
+        skip_without_gpu()
         yield KernelLayer
         return
-    if reason := what_is_missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    monkeypatch.setattr(make, "compile_kernel", emulated)
-    monkeypatch.setattr(KernelLayer, "supports", staticmethod(lambda spec: True))
-    make._compiled.cache_clear()
-    yield KernelLayer
-    make._compiled.cache_clear()
+    with emulated_kernels():
+        yield KernelLayer
 
 
 def more(model, cache, seed, length, count=5):

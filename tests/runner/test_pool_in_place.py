@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 import pytest
-from engine_hooks import between_steps, kv_layers, wrapped_execute
+from engine_hooks import between_steps, kv_layers, wrapped_launch
 from oracle import greedy, varied_prompt
 
 from mlx_paged_attention import LLM
@@ -41,7 +41,7 @@ def test_500_decode_steps_never_copy_the_pool(tiny_model, monkeypatch, name, com
         llm.generate(prompts, greedy(4, logprobs=None))  # buffers and compiled loops are made once
         mx.reset_peak_memory()
         active = mx.get_active_memory()
-        with wrapped_execute(llm, observe):
+        with wrapped_launch(llm, observe):
             llm.generate(prompts, greedy(DECODE_STEPS, logprobs=None))
         assert len(resident) >= DECODE_STEPS
         assert len(addresses) == 1

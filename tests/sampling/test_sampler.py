@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from sampling_reference import distribution, make_row, processed, sample, sample_many
 
-from mlx_paged_attention.sampling import draw
+from mlx_paged_attention.sampling import draw, sampler
 from mlx_paged_attention.sampling.draw import CANDIDATES
+from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.sampling.random import uniform
+from mlx_paged_attention.sampling.row import SamplingRow
 from mlx_paged_attention.sampling.sampler import launch
 
 
@@ -129,6 +131,16 @@ def test_a_top_p_set_larger_than_the_candidates_is_drawn_from_whole():
     assert tokens.max() < vocab / 2  # of equals, the lower ids are kept
     assert tokens.max() > vocab / 2 * 0.95
     assert len(set(tokens.tolist())) > CANDIDATES
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9, 0.7])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 20, CANDIDATES, CANDIDATES + 1])
+def test_what_runs_ahead_has_its_token_before_it_is_read(temperature, top_p, top_k):
+    sampling = RowSampling(temperature=temperature, top_p=top_p, top_k=top_k)
+    row = SamplingRow([1], 1, sampling)
+    redrawn = any(sampler._method(row, vocab) == "top_p" for vocab in (4 * CANDIDATES, 2**18))
+    assert not (sampling.runs_ahead and redrawn)
 
 
 def test_a_repeated_run_repeats_and_another_seed_differs():

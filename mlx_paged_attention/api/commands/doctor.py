@@ -34,7 +34,7 @@ info["metal"] = mx.metal.is_available()
 info["cuda"] = mx.cuda.is_available()
 info["kernels"] = backend() or "none"
 on_host = mx.default_device() == mx.Device(mx.cpu) and importlib.util.find_spec("numba")
-info["pool"] = "numpy arrays" if on_host else "MLX arrays, written " + ("in place" if backend() else "anew")
+info["pool"] = "host memory" if on_host else "MLX arrays, written " + ("in place" if backend() else "anew")
 info["device_info"] = {key: str(value) for key, value in mx.device_info().items()}
 print(json.dumps(info))
 """
