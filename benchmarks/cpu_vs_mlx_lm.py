@@ -41,16 +41,20 @@ def main() -> None:
         settings = dataclasses.replace(settings, pairs=arguments.pairs)
     config = EngineConfig(model=arguments.model, skip_tokenizer_init=True, device="cpu")
     report = run_bench(config, settings, llama_cpp=arguments.llama_cpp, progress=print)
+    write(report, arguments.output_dir)  # the rest takes a while, and may be cut short
     cost = prefix_caching_cost(config, settings)
     report = dataclasses.replace(report, comparisons=[*report.comparisons, *cost])
+    print(write(report, arguments.output_dir))
 
-    directory: Path = arguments.output_dir
+
+def write(report: Report, directory: Path) -> str:
+    """Report and plots into a directory; returns the text."""
     directory.mkdir(parents=True, exist_ok=True)
     text = report.as_text() + "\n\n" + "\n".join(claims(report)) + "\n"
     (directory / "report.md").write_text(text)
     (directory / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     write_plots(report, directory)
-    print(text)
+    return text
 
 
 def prefix_caching_cost(config: EngineConfig, settings: BenchSettings) -> list[Comparison]:
