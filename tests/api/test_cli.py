@@ -1,5 +1,6 @@
 """The command line: flags, environment, output and errors; on a scripted engine."""
 
+import gc
 import io
 import json
 import subprocess
@@ -90,6 +91,16 @@ def test_every_engine_flag_arrives(
     for flag in ("--num-blocks", "--num-gpu-blocks-override"):
         run(capsys, "generate", "x", flag, "9")
         assert started().options.num_blocks == 9
+
+
+def test_what_loading_made_is_out_of_the_collectors_way_while_a_server_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(GracefulServer, "run", lambda *_, **__: counts.append(gc.get_freeze_count()))
+    assert run(capsys, "serve", "--port", "0")[0] == 0
+    assert counts[0] > 1000
+    assert gc.get_freeze_count() == 0
 
 
 def test_every_sampling_flag_arrives(capsys: pytest.CaptureFixture[str]) -> None:
