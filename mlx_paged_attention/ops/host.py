@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
-from mlx_paged_attention.ops.batch import AttentionBatch, Pieces
+from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.host_chunk import attend_run
 from mlx_paged_attention.ops.host_kernel import attend_rows, write_tokens
 from mlx_paged_attention.ops.host_memory import reserve
@@ -19,8 +19,10 @@ F32 = NDArray[np.float32]
 # Longer runs of one sequence's tokens gather their context once and multiply matrices; up to here,
 # reading the blocks in place for every token costs less.
 SHORT_RUN = 4
-# A single token whose context lies in up to so many pieces attends within MLX's graph.
+# A single token attends within MLX's graph: over its context's pieces, up to so many of them, or over a copy
+# of a context that is not longer.
 MOST_PIECES = 4
+MOST_COPIED = 2048
 _NO_SINKS: NDArray[np.float32] = np.empty(0, np.float32)
 # One loop at a time, whatever engine it belongs to: it takes all cores, and the threads numba falls
 # back to where it finds no OpenMP abort the process when two callers enter them.
@@ -47,6 +49,7 @@ class HostLayer(AttentionLayer):
         self._pool_k, self.k = _reserve(spec.planes[0], num_blocks)
         self._pool_v, self.v = _reserve(spec.planes[1], num_blocks)
         self._unwritten: tuple[mx.array, mx.array, AttentionBatch] | None = None
+        self._copies: tuple[tuple[mx.array, F32], ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -105,12 +108,35 @@ class HostLayer(AttentionLayer):
         sinks: mx.array | None = None,
     ) -> mx.array:
         if len(batch.slots) == 1 and sinks is None:
-            pieces = batch.past_pieces(self.spec.window)
-            if len(pieces) <= MOST_PIECES:
-                return self._attend_one(queries, keys, values, batch, pieces, scale)
+            past = self._past(batch)
+            if past is not None:
+                return self._attend_one(queries, keys, values, batch, past, scale)
         mx.eval(queries, keys, values)  # one evaluation per layer
         self.write(keys, values, batch)
         return self.attend_in_place(queries, batch, scale, sinks)
+
+    def _past(self, batch: AttentionBatch) -> tuple[list[mx.array], list[mx.array]] | None:
+        """Keys and values before the batch's one token, in pieces ``[kv_heads, n, head_dim]``."""
+        self.flush()
+        pieces = batch.past_pieces(self.spec.window)
+        if len(pieces) <= MOST_PIECES:
+            pool_k, pool_v = self._pool_k, self._pool_v
+            return [pool_k[:, b:e] for b, e in pieces], [pool_v[:, b:e] for b, e in pieces]
+        length, size = sum(end - begin for begin, end in pieces), batch.block_size
+        if length > MOST_COPIED:
+            return None
+        if self._copies is None:
+            blocks = MOST_COPIED // size + 2
+            self._copies = tuple(_reserve(plane, blocks) for plane in self.spec.planes)
+        start = int(batch.starts[0])
+        table = batch.block_tables[0, (start - length) // size : -(-start // size)]
+        first = (start - length) % size
+        parts = []
+        for (array, view), plane in zip(self._copies, (self.k, self.v), strict=True):
+            for head in range(plane.shape[0]):
+                plane[head].take(table, axis=0, out=view[head, : len(table)], mode="clip")
+            parts.append([array[:, first : first + length]])
+        return parts[0], parts[1]
 
     def _attend_one(
         self,
@@ -118,19 +144,16 @@ class HostLayer(AttentionLayer):
         keys: mx.array,
         values: mx.array,
         batch: AttentionBatch,
-        pieces: Pieces,
+        past: tuple[list[mx.array], list[mx.array]],
         scale: float,
     ) -> mx.array:
-        self.flush()
         self._unwritten = keys, values, batch
-        pool_k, pool_v = self._pool_k, self._pool_v
-        q = (queries * scale).reshape(pool_k.shape[0], -1, pool_k.shape[2])
-        k = [*(pool_k[:, begin:end] for begin, end in pieces), keys[0]]
-        v = [*(pool_v[:, begin:end] for begin, end in pieces), values[0]]
+        k, v = [*past[0], keys[0]], [*past[1], values[0]]
+        q = (queries * scale).reshape(k[0].shape[0], -1, k[0].shape[2])
         weights = mx.softmax(mx.concatenate([q @ part.swapaxes(1, 2) for part in k], axis=-1), axis=-1)
         ends = np.cumsum([part.shape[1] for part in v])[:-1].tolist()
         mixed = [w @ part for w, part in zip(mx.split(weights, ends, axis=-1), v, strict=True)]
-        out = sum(mixed[1:], mixed[0]).reshape(1, queries.shape[1], 1, pool_v.shape[2])
+        out = sum(mixed[1:], mixed[0]).reshape(1, queries.shape[1], 1, v[0].shape[2])
         mx.async_eval(out)  # MLX computes this layer while Python states the next
         return out
 

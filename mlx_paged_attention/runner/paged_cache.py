@@ -25,6 +25,19 @@ from mlx_paged_attention.runner.self_check import TOLERANCE, mlx_lm_logits
 _CHECK = (5, 19, 1, 1)
 
 
+class _NotToBeSaved:
+    """Evaluation passes over it; mlx-lm refuses to write it to a file, and says what it is."""
+
+    def __repr__(self) -> str:
+        return (
+            "a paged cache cannot be saved, as its keys and values lie in a pool; to keep a prompt in a "
+            "file, compute it with mlx_lm.models.cache.make_prompt_cache"
+        )
+
+
+_NOT_TO_BE_SAVED = _NotToBeSaved()
+
+
 class PagedKVCache(PagedLayerCache):
     """One layer's cache of one sequence, in the place of mlx-lm's ``KVCache``."""
 
@@ -71,6 +84,11 @@ class PagedKVCache(PagedLayerCache):
         n = min(self._length, n)
         self._length -= n
         return n
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What to evaluate; and what keeps mlx-lm's ``save_prompt_cache`` from saving that alone."""
+        return (*super().state, _NOT_TO_BE_SAVED)
 
     def __deepcopy__(self, memo: Any) -> "PagedKVCache":
         """A fork: a cache with the same tokens that goes its own way, see :func:`make_paged_cache`."""
@@ -155,7 +173,7 @@ def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: in
     Returns:
         One cache per layer, for one sequence. Trimming is exact, windows included. ``copy.deepcopy``
         of the list forks the sequence: both share the blocks there are, in the memory there is, and
-        the first to write into a partly filled one gets a copy of that block.
+        the first to write into a partly filled one gets a copy of that block. It cannot be saved to a file.
 
     Raises:
         UnsupportedModelError: the model keeps something else than keys and values, or does not

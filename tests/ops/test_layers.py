@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
+from mlx_paged_attention.ops import host
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.host import HostLayer
@@ -163,7 +164,11 @@ PIECES = {
 @pytest.mark.parametrize("window", [None, 1, 2, 9, 17, 100])
 @pytest.mark.parametrize("start", [0, 1, 7, 8, 9, 41, 47, 48])
 @pytest.mark.parametrize("table", [table for table, _ in PIECES.values()], ids=list(PIECES))
-def test_a_single_token_equals_dense_attention_wherever_its_blocks_lie(table, start, window):
+@pytest.mark.parametrize("most_copied", [2048, 0], ids=["copied", "in place"])
+def test_a_single_token_equals_dense_attention_wherever_its_blocks_lie(
+    monkeypatch, table, start, window, most_copied
+):
+    monkeypatch.setattr(host, "MOST_COPIED", most_copied)
     layer, batch, arrays, expected = one_token(table, start, window=window)
     out = np.array(layer.attend(*arrays, batch, scale=SCALE))
     np.testing.assert_allclose(out, expected, atol=2e-5)

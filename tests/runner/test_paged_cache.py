@@ -8,7 +8,12 @@ import mlx.core as mx
 import pytest
 from emulated_kernels import emulated_kernels, skip_without_gpu
 from mlx_lm.generate import generate_step, speculative_generate_step
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.utils import load_model
 from oracle import varied_prompt
 from test_self_check import ComputesItsOwn
@@ -78,6 +83,14 @@ def test_kernels_write_what_mlx_lms_prefill_evaluates(llama, monkeypatch, kind):
         assert {type(entry.layer) for entry in cache} == {KernelLayer}
         assert len({id(entry.layer.order) for entry in cache}) == 1
         assert_same(llama, cache, PROMPT[:40], chunk=17)
+
+
+def test_saving_is_refused_and_nothing_is_written(llama, tmp_path):
+    cache = make_paged_cache(llama, max_tokens=64)
+    generate(llama, cache, PROMPT[:20])
+    with pytest.raises(ValueError, match="cannot be saved"):
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_prompt_goes_on_where_the_first_ended(llama):
