@@ -196,7 +196,6 @@ class OurStep:
         self._runner = engine.runner
         self._contexts = contexts_of(rows)
         self._names = [f"{number}-{row}" for row in range(rows)]
-        self._number = number
         self._before: Any = None
         self._blocks: list[list[int]] = []
         first, size = 1, engine.info.block_size
@@ -208,7 +207,7 @@ class OurStep:
         self._step = 0
 
     def __call__(self) -> None:
-        new, released = [], []
+        new = []
         if self._step == 0:
             new = [
                 NewRow(name, [0] * int(context + 1), int(context + 1), RowSampling(temperature=0.0))
@@ -219,7 +218,7 @@ class OurStep:
         for name, blocks, context in zip(self._names, self._blocks, self._contexts.tolist(), strict=True):
             begin = context + self._step
             rows.append(PlannedRow(name, [token], begin, [] if self._step else blocks, begin, sample=True))
-        launched = self._runner.launch(StepPlan(self._step, new, rows, released))
+        launched = self._runner.launch(StepPlan(self._step, new, rows, []))
         if self._before is not None:
             self._before.read()
         self._before = launched

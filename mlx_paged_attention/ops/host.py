@@ -38,7 +38,8 @@ class HostLayer(AttentionLayer):
 
     Stopping the graph in every layer costs a step of one token a tenth of its time. If that
     token's context lies in few pieces, MLX multiplies by slices of the pool, which copies
-    nothing, and the new keys and values are written once the step has run.
+    nothing, and the new keys and values are written once the step has run. A short context in more
+    pieces is copied first, into memory beside the pool that is committed as far as it is used.
     """
 
     pack_limit = sys.maxsize  # a run costs the same whether its tokens are rows or one chunk

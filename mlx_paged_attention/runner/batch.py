@@ -71,9 +71,10 @@ def _token_rows(rows: Sequence[PlannedRow], tables: Tables, block_size: int) -> 
     lengths = np.array([len(row.token_ids) for row in rows])
     ends = np.cumsum(lengths)
     total = int(ends[-1])
-    first = np.repeat(np.array([row.start for row in rows]) - (ends - lengths), lengths)
+    starts = np.array([row.start for row in rows])
+    first = np.repeat(starts - (ends - lengths), lengths)
     positions = (first + np.arange(total)).astype(np.int32)
-    used = -(-(np.array([row.start for row in rows]) + lengths) // block_size)
+    used = -(-(starts + lengths) // block_size)
     table = tables.of([row.request_id for row in rows], int(used.max()))
     table = np.where(np.arange(table.shape[1]) < used[:, None], table, 0).astype(np.int32)
     if total > len(rows):

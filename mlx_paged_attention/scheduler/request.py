@@ -45,6 +45,7 @@ class Request:
     Attributes:
         token_ids: prompt, then output; all tokens known so far.
         num_computed_tokens: of those, how many the steps planned so far compute or find cached.
+        runs_ahead: its next token may be computed while the one before is on its way.
         num_samples_in_flight: planned rows that sample for it and whose output has not come back.
         num_cached_tokens: prompt tokens that were found cached when it was first admitted.
         num_preemptions: how often it lost its blocks and had to start again.
@@ -78,6 +79,7 @@ class Request:
             raise ValueError(f"request {request_id} has max_tokens {max_tokens}; it must be at least 1")
         self.request_id = request_id
         self.sampling = sampling
+        self.runs_ahead = sampling.runs_ahead
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -103,7 +103,7 @@ class Scheduler:
     @property
     def runs_ahead(self) -> bool:
         """Whether no running request has to wait for each of its tokens."""
-        return all(request.sampling.runs_ahead for request in self.running)
+        return all(request.runs_ahead for request in self.running)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -358,7 +358,7 @@ class Scheduler:
             request.num_samples_in_flight == 1 and request.num_computed_tokens == request.num_tokens
         )
         ends = ends_by_length(request, request.num_tokens + 1, self.max_model_len)
-        return one_on_its_way and request.sampling.runs_ahead and not ends
+        return one_on_its_way and request.runs_ahead and not ends
 
     def _choose_victim(self) -> Request:
         if self.policy == "priority":
