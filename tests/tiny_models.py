@@ -7,7 +7,7 @@ hold this chaos where fp32 rounding alone (the order of sums changes with the nu
 well below the 1e-4 by which log-probabilities are compared.
 """
 
-import importlib
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm import utils as mlx_lm_utils
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 2
@@ -26,7 +27,7 @@ WINDOW = 8
 FLOAT32_BYTES = 4
 LLAMA_BYTES_PER_TOKEN = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * FLOAT32_BYTES
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": NUM_LAYERS,
     "intermediate_size": 128,
@@ -43,6 +44,8 @@ _COMMON: dict[str, Any] = {
 
 
 PLAIN_GAINS = {"q_proj.weight": 0.25, "k_proj.weight": 0.25, "lm_head.weight": 0.5}
+# What recurrent layers keep of their state at each token: most, so that what is lost shows.
+SHIFTS = {"A_log": -3.0, "recurrent_param": -4.0, "w_lora.lora.2.bias": -5.0}
 # Gemma scales by 1 + weight, and normalises what each layer adds to the residual stream: beside
 # large embeddings that would vanish, and a head tied to them would only repeat the last token.
 GEMMA_GAINS = {"embed_tokens.weight": 0.05, "norm.weight": 0.3, "lm_head.weight": 0.5}
@@ -55,11 +58,13 @@ class TinyModel:
     Attributes:
         config: entries of ``config.json`` beside the common ones.
         gains: factor on the parameters whose path ends with the key.
+        scale: matrices are drawn from N(0, (scale / sqrt(fan_in))^2).
     """
 
     config: Mapping[str, Any]
     gains: Mapping[str, float] = field(default_factory=lambda: PLAIN_GAINS)
     seed: int = 0
+    scale: float = 8.0
 
 
 LLAMA3_ROPE = {
@@ -127,13 +132,12 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 def write_tiny_model(name: str, directory: Path) -> Path:
     """Write ``config.json`` and ``model.safetensors`` of ``TINY_MODELS[name]``; returns the directory."""
-    tiny = TINY_MODELS[name]
-    config = {**_COMMON, **tiny.config}
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = module.Model(module.ModelArgs.from_dict(config))
-    weights = random_weights(dict(tree_flatten(model.parameters())), tiny)
-    model.update(tree_unflatten(list(weights.items())))
+    return write_model(TINY_MODELS[name], directory)
 
+
+def write_model(tiny: TinyModel, directory: Path) -> Path:
+    """Write ``config.json`` and ``model.safetensors``; returns the directory."""
+    model, config = build_model(tiny)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     mx.save_safetensors(
@@ -144,16 +148,35 @@ def write_tiny_model(name: str, directory: Path) -> Path:
     return directory
 
 
+def build_model(tiny: TinyModel) -> tuple[Any, dict[str, Any]]:
+    """mlx-lm's model with random weights, and its configuration."""
+    config = {**COMMON, **tiny.config}
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    # Some models complete the dictionaries they are given.
+    model = model_class(args_class.from_dict(copy.deepcopy(config)))
+    weights = random_weights(dict(tree_flatten(model.parameters())), tiny)
+    model.update(tree_unflatten(list(weights.items())))
+    model.eval()
+    return model, config
+
+
 def random_weights(initial: Mapping[str, mx.array], tiny: TinyModel) -> dict[str, mx.array]:
     """Seeded weights of the shapes of ``initial``: norms around their first value, biases around 0."""
     weights = {}
     for number, (path, value) in enumerate(sorted(initial.items())):
-        noise = mx.random.normal(value.shape, key=mx.random.key(1000 * tiny.seed + number))
+        key = mx.random.key(1000 * tiny.seed + number)
+        if not mx.issubdtype(value.dtype, mx.floating):  # packed
+            weights[path] = mx.random.randint(0, 2**31 - 1, value.shape, mx.uint32, key).astype(value.dtype)
+            continue
+        noise = mx.random.normal(value.shape, key=key)
         if value.ndim >= 2:
-            weights[path] = noise * (8 / math.sqrt(value.shape[-1]))
+            weights[path] = noise * (tiny.scale / math.sqrt(value.shape[-1]))
         else:
             weights[path] = value.astype(mx.float32) + 0.3 * noise
         for ending, gain in tiny.gains.items():
             if path.endswith(ending):
                 weights[path] = weights[path] * gain
+        for ending, shift in SHIFTS.items():
+            if path.endswith(ending):
+                weights[path] = weights[path] + shift
     return weights
