@@ -143,3 +143,19 @@ def preempt_everything(llm: AnyLLM) -> None:
     """Before its next step the engine takes all blocks from all requests and forgets all prefixes."""
     scheduler = engine_of(llm)._scheduler
     llm._engine._send(lambda: scheduler.reset_prefix_cache(reset_running_requests=True))
+
+
+@contextmanager
+def token_budget(llm: AnyLLM, tokens: int) -> Iterator[None]:
+    """Let steps that are planned inside the ``with`` block compute ``tokens`` at most."""
+    scheduler = engine_of(llm)._scheduler
+    before = scheduler.max_num_batched_tokens, scheduler._threshold
+
+    def set_budget(budget: int, threshold: int) -> None:
+        scheduler.max_num_batched_tokens, scheduler._threshold = budget, threshold
+
+    between_steps(llm, lambda: set_budget(tokens, tokens))
+    try:
+        yield
+    finally:
+        between_steps(llm, lambda: set_budget(*before))
