@@ -69,7 +69,7 @@ def prepare_engine(
     notes = [_NO_NUMBA] if on_host and not compiled else []
 
     progress("checking the model against mlx-lm")
-    host = ModelHost(loaded.model)
+    host = ModelHost(loaded.model, compiled_loops=compiled)
     specs = observe_kv_specs(loaded.model, block_size=config.block_size)
     layout = choose_layout(host, specs, vocab_size=loaded.vocab_size, on_host=compiled)
 

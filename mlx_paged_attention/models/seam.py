@@ -6,6 +6,7 @@ and passing our caches is all it takes to run the model's own code on a paged po
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -107,8 +108,13 @@ def scaled_dot_product_attention(
 
 def rebind_attention() -> None:
     """Put our attention under its name in every mlx-lm model module that is loaded."""
+    rebind(_mlx_lm_attention, scaled_dot_product_attention)
+
+
+def rebind(original: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Put our function in the place of mlx-lm's in every loaded model module that imported it by name."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and module is not base:
+        if name.startswith("mlx_lm.models.") and name != original.__module__:
             for attribute, value in list(vars(module).items()):
-                if value is _mlx_lm_attention:
-                    setattr(module, attribute, scaled_dot_product_attention)
+                if value is original:
+                    setattr(module, attribute, ours)

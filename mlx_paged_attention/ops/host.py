@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.host_chunk import attend_run
+from mlx_paged_attention.ops.host_copy import ContextCopy
 from mlx_paged_attention.ops.host_kernel import attend_rows, write_tokens
 from mlx_paged_attention.ops.host_memory import reserve
 from mlx_paged_attention.ops.layer import AttentionLayer
@@ -50,7 +51,7 @@ class HostLayer(AttentionLayer):
         self._pool_k, self.k = _reserve(spec.planes[0], num_blocks)
         self._pool_v, self.v = _reserve(spec.planes[1], num_blocks)
         self._unwritten: tuple[mx.array, mx.array, AttentionBatch] | None = None
-        self._copies: tuple[tuple[mx.array, F32], ...] | None = None
+        self._copy = ContextCopy((self.k, self.v), MOST_COPIED)
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +72,7 @@ class HostLayer(AttentionLayer):
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         self.flush()
         mx.eval(keys, values)
+        self._copy.written(batch.slots)
         write_tokens(_token_rows(keys), _token_rows(values), batch.slots, self.k, self.v)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
@@ -78,6 +80,7 @@ class HostLayer(AttentionLayer):
         mx.synchronize()  # MLX may still be reading what lay in the targets before
         for plane in (self.k, self.v):
             plane[:, list(target)] = plane[:, list(source)]
+        self._copy.forget()
 
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         self.flush()
@@ -123,21 +126,11 @@ class HostLayer(AttentionLayer):
         if len(pieces) <= MOST_PIECES:
             pool_k, pool_v = self._pool_k, self._pool_v
             return [pool_k[:, b:e] for b, e in pieces], [pool_v[:, b:e] for b, e in pieces]
-        length, size = sum(end - begin for begin, end in pieces), batch.block_size
+        length, start = sum(end - begin for begin, end in pieces), int(batch.starts[0])
         if length > MOST_COPIED:
             return None
-        if self._copies is None:
-            blocks = MOST_COPIED // size + 2
-            self._copies = tuple(_reserve(plane, blocks) for plane in self.spec.planes)
-        start = int(batch.starts[0])
-        table = batch.block_tables[0, (start - length) // size : -(-start // size)]
-        first = (start - length) % size
-        parts = []
-        for (array, view), plane in zip(self._copies, (self.k, self.v), strict=True):
-            for head in range(plane.shape[0]):
-                plane[head].take(table, axis=0, out=view[head, : len(table)], mode="clip")
-            parts.append([array[:, first : first + length]])
-        return parts[0], parts[1]
+        keys, values = self._copy.hold(batch.block_tables[0], start - length, start)
+        return keys, values
 
     def _attend_one(
         self,

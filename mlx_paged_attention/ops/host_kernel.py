@@ -23,7 +23,7 @@ _LOG2_E = np.float32(1.4426950408889634)
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _exp(x: Any) -> Any:
+def exp_below_zero(x: Any) -> Any:
     """e^x for x <= 0 in float32, to two units in the last place; vectorises, which libm's does not.
 
     2^k times a minimax polynomial of 2^f on [-1/2, 1/2]. Anything below 2^-126 gives about 1e-38.
@@ -135,7 +135,7 @@ def _attend_rows(
                 peak[g] = best
                 mass = np.float32(0)
                 for j in range(keys.shape[0]):
-                    weight = _exp(weights[j] - best)
+                    weight = exp_below_zero(weights[j] - best)
                     weights[j] = weight
                     mass += weight
                 total[g] = total[g] * shrink + mass
@@ -220,7 +220,7 @@ def causal_softmax(
             best = max(best, np.float32(sink / scale))
             total = np.float32(math.exp(sink - best * scale))
         for j in range(live.shape[0]):
-            weight = _exp((live[j] - best) * scale)
+            weight = exp_below_zero((live[j] - best) * scale)
             live[j] = weight
             total += weight
         norm = np.float32(1) / total

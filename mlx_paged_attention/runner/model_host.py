@@ -1,6 +1,7 @@
 """ModelHost: a model prepared for the seam, and the one place where it is called."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +17,13 @@ from mlx_paged_attention.ops.kernels.make import backend
 
 
 class ModelHost:
-    """A model whose head selects rows and whose attention finds paged caches."""
+    """A model whose head selects rows and whose attention finds paged caches.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        compiled_loops: the CPU computes, and there is a compiler for its loops.
+    """
+
+    def __init__(self, model: nn.Module, *, compiled_loops: bool = False) -> None:
         self.model = model
         self.context = ForwardContext()
         if backend() == "cuda":
@@ -27,6 +32,13 @@ class ModelHost:
             merge_products(model)
         select_rows_in_head(model, self.context)
         rebind_attention()
+        self._activations: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if compiled_loops:
+            # Imported on demand: the compiler exists only where it is needed.
+            from mlx_paged_attention.models.host_activations import host_activations, rebind_swiglu
+
+            rebind_swiglu()
+            self._activations = host_activations
 
     def forward(
         self,
@@ -44,7 +56,8 @@ class ModelHost:
         self.context.selected = selected
         self.context.head_selected = False
         try:
-            output: Any = self.model(tokens, cache=caches)
+            with self._activations():
+                output: Any = self.model(tokens, cache=caches)
             logits = selected_logits(output, self.context)
         finally:
             self.context.batch = self.context.selected = None
