@@ -19,7 +19,7 @@ from engine_hooks import (
     token_budget,
     wrapped_launch,
 )
-from oracle import Oracle, assert_matches, greedy, varied_prompt
+from oracle import LOGPROB_TOLERANCE, Oracle, assert_matches, greedy, varied_prompt
 
 from mlx_paged_attention import LLM
 
@@ -125,12 +125,44 @@ def fork(case: ParityCase) -> None:
     case.compare([LONG[:21], RAGGED[0], LONG[:21]])
 
 
+def long_chunks(case: ParityCase) -> None:
+    """Chunks of more tokens than share a forward with others: at the start, later, and after a hit."""
+    with token_budget(case.llm, 48), recorded_plans(case.llm) as plans:
+        case.compare([*RAGGED[:3], BEYOND[3]])
+    assert any(row.start > 0 and len(row.token_ids) > 40 for plan in plans for row in plan.rows)
+    salt = case.new_salt()
+    case.compare([LONG[:20]], cache_salt=salt)
+    case.compare([LONG], cache_salt=salt)
+
+
+def prompt_logprobs(case: ParityCase) -> None:
+    """The log-probabilities of a prompt's own tokens, computed in chunks beside other requests."""
+    prompts = [RAGGED[0], RAGGED[5]]
+    with token_budget(case.llm, 15):
+        outputs = case.compare(prompts, prompt_logprobs=3)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        expected = case.oracle.prompt_logprobs(prompt)
+        for position, entries in enumerate(output.prompt_logprobs[1:]):
+            for token, entry in entries.items():
+                delta = abs(entry.logprob - float(expected[position, token]))
+                assert delta <= LOGPROB_TOLERANCE, f"after prompt position {position}: off by {delta:.2e}"
+
+
 def window_edges(case: ParityCase) -> None:
     """Prompts that end one before, at and after the border of a window or a block."""
     case.compare(EDGES, num_tokens=10)
 
 
-FEATURES = (ragged_batch, chunked_prefill, prefix_hit, preemption, fork, window_edges)
+FEATURES = (
+    ragged_batch,
+    chunked_prefill,
+    long_chunks,
+    prefix_hit,
+    preemption,
+    fork,
+    window_edges,
+    prompt_logprobs,
+)
 
 
 def beyond_the_check_at_load(case: ParityCase) -> None:

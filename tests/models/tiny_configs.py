@@ -45,8 +45,8 @@ NO_REFERENCE = {
 
 # What the engine computes silently wrong, and fails its test. Nothing may stay here.
 KNOWN_WRONG = {
-    "mistral3": "a window that only the model's mask has is ignored if the prompts of the check at load fit in",
-    "plamo3": "a window one longer in the model's mask is cut if the prompts of the check at load fit in",
+    "mistral3": "a window that only the model's mask has is ignored if it is longer than the check's prompts",
+    "plamo3": "a window one longer in the model's mask is cut if it is longer than the check's prompts",
 }
 
 NOT_MODELS = {
