@@ -6,12 +6,10 @@ GGUF stores the same tensors as a Hugging Face checkpoint, with these difference
 * Gemma's norm weights have 1 added,
 * float values of the metadata are float32 (``1e-05`` reads as ``9.999999747378752e-06``),
 * Llama 3's frequency scaling is a tensor of factors instead of four numbers.
-
-MLX reads a quantised tensor as packed ``weight [out, in * bits / 32]`` uint32 with float16 ``scales`` and
-``biases`` ``[out, in / 32]``: its own affine format with groups of 32.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ import numpy as np
 
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged_attention.models.gguf_header import GGUFHeader
-
-GROUP_SIZE = 32
+from mlx_paged_attention.models.gguf_tensors import GGUFData
 
 _MODEL_TYPES = {
     "llama": "llama",
@@ -125,15 +122,24 @@ def eos_token_ids(header: GGUFHeader) -> list[int]:
 
 
 def weights_from_gguf(
-    path: Path, config: dict[str, Any], *, expand: bool
+    path: Path,
+    header: GGUFHeader,
+    config: dict[str, Any],
+    *,
+    expand: bool,
+    float_type: mx.Dtype,
+    advance: Callable[[int], object] = lambda _nbytes: None,
 ) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """The file's tensors under mlx-lm's names, and what ``config`` gains by them.
 
     Args:
         path: a file whose header has been checked: every tensor of a loadable type and in full.
+        header: of the file.
         config: of ``config_from_gguf``.
-        expand: dequantise every tensor to float32; otherwise quantised ones stay as ``weight``,
-            ``scales`` and ``biases``. Floats keep the file's types.
+        expand: dequantise every tensor; otherwise quantised ones become ``weight``, ``scales`` and
+            ``biases`` of MLX's affine format.
+        float_type: of all floats, scales and biases.
+        advance: is told the bytes of the file after each tensor.
 
     Returns:
         Weights by parameter name, and additions to ``config`` (``rope_scaling`` of Llama 3).
@@ -141,44 +147,38 @@ def weights_from_gguf(
     Raises:
         UnsupportedModelError: the file holds tensors that the architecture does not know.
     """
-    tensors: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
-    additions: dict[str, Any] = {}
-    if (factors := tensors.pop(_ROPE_FACTORS, None)) is not None:
-        additions["rope_scaling"] = _llama3_scaling(np.array(factors), config)
     gemma = config["model_type"].startswith("gemma")
-    # Grouped by stem, so that a quantised tensor and its scales and biases travel together.
-    stems: dict[str, dict[str, mx.array]] = {}
-    for name in list(tensors):
-        stem, _, suffix = name.rpartition(".")
-        stems.setdefault(stem, {})[suffix] = tensors.pop(name)
-    weights: dict[str, mx.array] = {}
-    unknown = []
-    for stem in list(stems):
-        parts = stems.pop(stem)
-        target = _mlx_name(stem, _GEMMA_BLOCK_NAMES if gemma else _BLOCK_NAMES)
-        if target is None:
-            unknown.append(stem)
-            continue
-        if expand:
-            parts = _expanded(parts)
-        if config["model_type"] == "llama" and target.endswith(("q_proj", "k_proj")):
-            heads = config["num_attention_heads" if target.endswith("q_proj") else "num_key_value_heads"]
-            parts = {suffix: unpermute_rows(part, heads) for suffix, part in parts.items()}
-        if gemma and target.endswith("norm"):
-            parts = {suffix: part - 1 for suffix, part in parts.items()}
-        mx.eval(parts)  # one tensor at a time: what it was made from is freed before the next
-        weights.update({f"{target}.{suffix}": part for suffix, part in parts.items()})
+    block_names = _GEMMA_BLOCK_NAMES if gemma else _BLOCK_NAMES
+    targets = {tensor.name: _mlx_name(tensor.name, block_names) for tensor in header.tensors}
+    unknown = [name for name, target in targets.items() if target is None and name != _ROPE_FACTORS]
     if unknown:
         raise UnsupportedModelError(
             f"the GGUF file holds tensors that {config['model_type']} does not know, such as "
             f"{', '.join(sorted(unknown)[:3])}: mixture-of-experts and other variants are not supported"
         )
+    data = GGUFData(path)
+    weights: dict[str, mx.array] = {}
+    additions: dict[str, Any] = {}
+    for tensor in header.tensors:
+        target = targets[tensor.name]
+        if target is None:
+            factors = data.read(tensor, expand=True, float_type=mx.float32)["weight"]
+            additions["rope_scaling"] = _llama3_scaling(np.array(factors), config)
+            continue
+        stem, _, leaf = target.rpartition(".")
+        exact = (
+            mx.float32 if gemma and stem.endswith("norm") else float_type
+        )  # 1 is taken off before rounding
+        parts = data.read(tensor, expand=expand or leaf != "weight", float_type=exact)
+        if config["model_type"] == "llama" and stem.endswith(("q_proj", "k_proj")):
+            heads = config["num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"]
+            parts = {suffix: unpermute_rows(part, heads) for suffix, part in parts.items()}
+        if gemma and stem.endswith("norm"):
+            parts = {suffix: (part - 1).astype(float_type) for suffix, part in parts.items()}
+        mx.eval(parts)  # one tensor at a time: what it was made from is freed before the next
+        weights.update({f"{stem}.{leaf if s == 'weight' else s}": part for s, part in parts.items()})
+        advance(tensor.nbytes or 0)
     return weights, additions
-
-
-def bits_of(weight: mx.array, scales: mx.array) -> int:
-    """4 or 8: bits per value of a packed ``weight``, inferred from its width."""
-    return weight.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
 
 
 def unpermute_rows(array: mx.array, heads: int) -> mx.array:
@@ -191,24 +191,16 @@ def unpermute_rows(array: mx.array, heads: int) -> mx.array:
     return split.swapaxes(1, 2).reshape(array.shape)
 
 
-def _mlx_name(stem: str, block_names: dict[str, str]) -> str | None:
+def _mlx_name(name: str, block_names: dict[str, str]) -> str | None:
+    """mlx-lm's name of a parameter, ``None`` if there is none."""
+    stem, _, leaf = name.rpartition(".")
     if stem in _TOP_NAMES:
-        return _TOP_NAMES[stem]
+        return f"{_TOP_NAMES[stem]}.{leaf}"
     kind, _, rest = stem.partition(".")
-    index, _, name = rest.partition(".")
-    if kind == "blk" and index.isdigit() and name in block_names:
-        return f"model.layers.{int(index)}.{block_names[name]}"
+    index, _, part = rest.partition(".")
+    if kind == "blk" and index.isdigit() and part in block_names:
+        return f"model.layers.{int(index)}.{block_names[part]}.{leaf}"
     return None
-
-
-def _expanded(parts: dict[str, mx.array]) -> dict[str, mx.array]:
-    floats = {k: v.astype(mx.float32) for k, v in parts.items() if mx.issubdtype(v.dtype, mx.floating)}
-    if "scales" not in parts:
-        return floats
-    scales, biases = floats.pop("scales"), floats.pop("biases")
-    bits = bits_of(parts["weight"], scales)
-    weight = mx.dequantize(parts["weight"], scales, biases, group_size=GROUP_SIZE, bits=bits)
-    return {**floats, "weight": weight}
 
 
 def _llama3_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,12 @@ GGML_TYPE_NAMES = {
     39: "MXFP4",
 }  # fmt: skip
 # Elements and bytes per block of the types that can be loaded.
-_BLOCKS = {"F32": (1, 4), "F16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34)}
-LOADABLE_TYPES = tuple(_BLOCKS)
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144),
+    "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+LOADABLE_TYPES = tuple(BLOCKS)
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -172,9 +176,9 @@ class _Reader:
 
 
 def _nbytes(name: str, type_name: str, shape: tuple[int, ...]) -> int | None:
-    if type_name not in _BLOCKS:
+    if type_name not in BLOCKS:
         return None
-    elements, nbytes = _BLOCKS[type_name]
+    elements, nbytes = BLOCKS[type_name]
     if shape[-1] % elements:
         raise _DamagedError(f"tensor {name!r} has rows of {shape[-1]}, not a multiple of {elements}")
     return math.prod(shape) // elements * nbytes

@@ -13,14 +13,14 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged_attention.models.fingerprint import model_fingerprint
-from mlx_paged_attention.models.gguf import (
-    GROUP_SIZE,
-    bits_of,
-    config_from_gguf,
-    eos_token_ids,
-    weights_from_gguf,
-)
+from mlx_paged_attention.models.gguf import config_from_gguf, eos_token_ids, weights_from_gguf
+from mlx_paged_attention.models.gguf_blocks import QUANTISED
 from mlx_paged_attention.models.gguf_header import GGUFHeader
+from mlx_paged_attention.models.gguf_tensors import (
+    GROUP_SIZE,
+    REQUANTISED_BITS,
+    held_bytes,
+)
 from mlx_paged_attention.models.source import (
     ASSUMED_CONTEXT,
     ModelSource,
@@ -35,6 +35,7 @@ _KEPT = (
     "the {} weights stay packed, with float32 arithmetic, since expanding them takes {:.1f} GB and "
     "{:.1f} GB are free: this is several times slower"
 )
+_REQUANTISED = "weights in groups of 16, which MLX does not have, were quantised anew in groups of 32: {}"
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -136,30 +137,37 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
 def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
     header = checked_gguf_header(path)
     config = config_from_gguf(header)
-    types = Counter(tensor.type for tensor in header.tensors if tensor.type.startswith("Q"))
-    stored = types.most_common(1)[0][0] if types else None
-    # MLX reads the whole file before anything can be expanded.
-    expanded = header.file_size + sum(tensor.size for tensor in header.tensors) * 4
+    types = Counter(tensor.type for tensor in header.tensors if tensor.type in QUANTISED)
+    stored = ", ".join(kind for kind, _ in types.most_common()) or None
+    if device == "cpu":
+        dtype = "float32"
+    elif dtype == "auto":
+        dtype = _gguf_float_type(header)
+    float_type = getattr(mx, dtype)
+
+    def needed(expand: bool) -> int:
+        held = [held_bytes(t, expand=expand, float_bytes=float_type.size) for t in header.tensors]
+        return sum(held)
+
     free = _free_memory(device)[0]
-    expand = device == "cpu" and (stored is None or expanded <= free)
-    _require_memory(expanded if expand else header.file_size, device)
-    notes: list[str] = []
+    expand = device == "cpu" and (stored is None or needed(True) <= free)
+    _require_memory(needed(expand), device)
     try:
-        weights, additions = weights_from_gguf(path, config, expand=expand)
+        weights, additions = weights_from_gguf(path, header, config, expand=expand, float_type=float_type)
         config.update(additions)
         model = _build(config, weights)
     except ModelLoadError:
         raise
     except Exception as error:
         raise _load_error(path, config, error) from error
-    if device == "gpu":
-        _cast(model, _gguf_float_type(header) if dtype == "auto" else dtype)
-    elif not expand:
-        _cast(model, "float32")
-        notes.append(_KEPT.format(stored, expanded / 1e9, free / 1e9))
-    elif stored is not None:
+    notes: list[str] = []
+    if expand and stored:
         notes.append(_EXPANDED.format(stored))
-    _evaluate(model)
+    elif device == "cpu" and stored:
+        notes.append(_KEPT.format(stored, needed(True) / 1e9, free / 1e9))
+    if not expand and (anew := [kind for kind in types if kind in REQUANTISED_BITS]):
+        widths = ", ".join(f"{kind} to {REQUANTISED_BITS[kind]} bits" for kind in sorted(anew))
+        notes.append(_REQUANTISED.format(widths))
     final = _float_type(model)
     return LoadedModel(
         model=model,
@@ -185,7 +193,8 @@ def _build(config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
         scales = weights.get(f"{name}.scales")
         if scales is None:
             return False
-        return {"group_size": GROUP_SIZE, "bits": bits_of(weights[f"{name}.weight"], scales)}
+        words, groups = weights[f"{name}.weight"].shape[-1], scales.shape[-1]
+        return {"group_size": GROUP_SIZE, "bits": words * 32 // (groups * GROUP_SIZE)}
 
     nn.quantize(model, class_predicate=layer_format)
     model.eval()
@@ -298,8 +307,13 @@ def _float_type(model: nn.Module) -> str:
 
 
 def _gguf_float_type(header: GGUFHeader) -> str:
-    """float32 if every tensor is; else float16, the type of GGUF's halves and scales."""
-    return "float32" if all(tensor.type == "F32" for tensor in header.tensors) else "float16"
+    """float32 if every tensor is; bfloat16 if one is, or for Gemma; else float16, as GGUF's scales."""
+    types = {tensor.type for tensor in header.tensors}
+    if types == {"F32"}:
+        return "float32"
+    # Gemma was trained in bfloat16, and its activations leave float16's range.
+    gemma = str(header.metadata.get("general.architecture")).startswith("gemma")
+    return "bfloat16" if gemma or "BF16" in types else "float16"
 
 
 def _vocab_size(config: dict[str, Any], model: nn.Module) -> int:

@@ -8,7 +8,11 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
-QUANTISED = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8}
+PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # which the gguf package can also write
+K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+QUANTISED = PACKED + K_QUANTS
+# Where float16 scales lie in a block, in bytes.
+HALVES = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 ARCHITECTURES = {"gemma3_text": "gemma3"}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 BLOCK = {
@@ -47,11 +51,33 @@ def permute(array: np.ndarray, heads: int) -> np.ndarray:
     return array[order]
 
 
+def random_blocks(kind: str, rows: int, columns: int, std: float, seed: int = 0) -> np.ndarray:
+    """``[rows, bytes]`` of a K-quant, every bit drawn, the values' standard deviation as given."""
+    type_id = gguf.GGMLQuantizationType[kind]
+    elements, nbytes = gguf.GGML_QUANT_SIZES[type_id]
+    blocks = np.random.default_rng(seed).integers(0, 256, (rows, columns // elements, nbytes), dtype=np.uint8)
+
+    def scaled(scale: float) -> np.ndarray:
+        for start in HALVES[kind]:
+            blocks[..., start : start + 2] = np.array([scale], dtype="<f2").view(np.uint8)
+        return blocks.reshape(rows, -1)
+
+    return scaled(std / gguf.quants.dequantize(scaled(1.0), type_id).std())
+
+
+def encode(kind: str, values: np.ndarray, seed: int = 0) -> np.ndarray:
+    """A matrix as ``[rows, bytes]``; for a K-quant, another of about the same magnitude."""
+    if kind in K_QUANTS:
+        return random_blocks(kind, *values.shape, float(values.std()), seed)
+    return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+
+
 def write_gguf(
     directory: Path,
     target: Path,
     *,
     quantised: str | None = None,
+    others: dict[str, str] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
     extra_keys: dict[str, Any] | None = None,
     architecture: str | None = None,
@@ -59,7 +85,8 @@ def write_gguf(
     """Convert a tiny model's directory to ``target``.
 
     Returns the weights that the file holds, under mlx-lm's names and in float32: with ``quantised``
-    (``"Q4_0"``, ``"Q4_1"``, ``"Q8_0"``) those of matrices are what the ``gguf`` package dequantises.
+    (or ``"F16"``, ``"BF16"``) those of matrices are what the ``gguf`` package dequantises;
+    ``others`` says it for some parts of blocks, such as ``{"ffn_down": "Q6_K"}``.
     """
     config = json.loads((directory / "config.json").read_text())
     model_type = config["model_type"]
@@ -86,17 +113,18 @@ def write_gguf(
     for name, array in mx.load(str(directory / "model.safetensors")).items():
         values = np.array(array, dtype=np.float32)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        stored = permute(values, config[heads]) if heads and model_type == "llama" else values
-        if gemma and name.endswith("norm.weight"):
-            stored = stored + 1
+        raw_dtype = None
+        stored = values
         if quantised is not None and values.ndim == 2:
-            kind = gguf.GGMLQuantizationType(QUANTISED[quantised])
-            packed = gguf.quants.quantize(stored, kind)
-            writer.add_tensor(gguf_name(name, gemma), packed, raw_dtype=kind)
-            # Quantisation works within rows, so that it commutes with permuting them.
-            values = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        else:
-            writer.add_tensor(gguf_name(name, gemma), np.ascontiguousarray(stored))
+            kind = (others or {}).get(gguf_name(name, gemma).split(".")[-2], quantised)
+            raw_dtype = gguf.GGMLQuantizationType[kind]
+            stored = encode(kind, values, len(held))
+            values = gguf.quants.dequantize(stored, raw_dtype).astype(np.float32)
+        elif gemma and name.endswith("norm.weight"):
+            stored = values + 1
+        if heads and model_type == "llama":  # whole rows move, of bytes as of values
+            stored = permute(stored, config[heads])
+        writer.add_tensor(gguf_name(name, gemma), np.ascontiguousarray(stored), raw_dtype=raw_dtype)
         held[name] = mx.array(values)
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)

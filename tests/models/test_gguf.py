@@ -6,7 +6,7 @@ import mlx_lm.utils
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from models.gguf_files import QUANTISED, permute, write_gguf
+from models.gguf_files import PACKED, permute, write_gguf
 
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged_attention.models.gguf import config_from_gguf, unpermute_rows, weights_from_gguf
@@ -40,7 +40,7 @@ def test_a_float_gguf_computes_what_its_directory_does(name, tiny_model, tmp_pat
     assert (loaded.dtype, loaded.quantisation, loaded.notes) == ("float32", None, [])
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_on_a_cpu_quantised_tensors_become_what_the_gguf_package_dequantises(
     name, kind, tiny_model, tmp_path
@@ -56,7 +56,7 @@ def test_on_a_cpu_quantised_tensors_become_what_the_gguf_package_dequantises(
     assert loaded.notes == [f"the {kind} weights were expanded to float32, which is faster on a CPU"]
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", PACKED)
 def test_on_a_gpu_quantised_tensors_stay_packed_and_floats_share_one_type(kind, tiny_model, tmp_path):
     # The rules for GPUs, carried out by whatever device there is.
     held = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", quantised=kind)
@@ -70,7 +70,7 @@ def test_on_a_gpu_quantised_tensors_stay_packed_and_floats_share_one_type(kind, 
         parameters[f"{query}.scales"].astype(mx.float32),
         parameters[f"{query}.biases"].astype(mx.float32),
         group_size=32,
-        bits=8 if kind == "Q8_0" else 4,
+        bits=int(kind[1]),
     )
     np.testing.assert_allclose(np.array(weight), np.array(held[f"{query}.weight"]), rtol=1e-6, atol=1e-6)
 
@@ -81,6 +81,13 @@ def test_on_a_gpu_the_float_type_can_be_chosen(tiny_model, tmp_path):
     assert loaded.dtype == "bfloat16"
     assert loaded.model.model.norm.weight.dtype == mx.bfloat16
     assert loaded.model.model.layers[0].self_attn.q_proj.scales.dtype == mx.bfloat16
+
+
+def test_on_a_gpu_gemma_gets_a_type_that_holds_its_activations(tiny_model, tmp_path):
+    write_gguf(tiny_model("gemma3"), tmp_path / "tiny.gguf", quantised="Q8_0")
+    loaded = load(tmp_path / "tiny.gguf", device="gpu")
+    assert loaded.dtype == "bfloat16"
+    assert loaded.model.model.layers[0].input_layernorm.weight.dtype == mx.bfloat16
 
 
 @pytest.mark.parametrize("shape", [(48,), (48, 5)])
@@ -153,10 +160,11 @@ def test_yarn_is_refused_and_linear_scaling_is_kept(tiny_model, tmp_path):
 
 @pytest.mark.model
 def test_every_tensor_of_the_default_model_equals_the_gguf_package(smollm2_source):
-    config = config_from_gguf(read_gguf_header(smollm2_source.path))
+    header = read_gguf_header(smollm2_source.path)
+    config = config_from_gguf(header)
     assert config["rms_norm_eps"] == 1e-5
     assert config["tie_word_embeddings"] is True
-    weights, _ = weights_from_gguf(smollm2_source.path, config, expand=True)
+    weights, _ = weights_from_gguf(smollm2_source.path, header, config, expand=True, float_type=mx.float32)
     short = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
              "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",

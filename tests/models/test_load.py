@@ -229,11 +229,20 @@ def test_a_gguf_that_does_not_fit_expanded_stays_packed(model, tmp_path, monkeyp
     write_gguf(model, path, quantised="Q4_1")
     source = ModelSource("gguf", path, "tiny")
     plain = load_model(source, dtype="auto", device="cpu")
-    give_memory(monkeypatch, path.stat().st_size)
+    exact = sum(array.nbytes for _, array in tree_flatten(plain.model.parameters()))
+    give_memory(monkeypatch, exact)
+    assert dtypes(load_model(source, dtype="auto", device="cpu")) == {"float32"}
+    give_memory(monkeypatch, exact - 1)
     loaded = load_model(source, dtype="auto", device="cpu")
     assert dtypes(loaded) == {"float32", "uint32"}
     assert loaded.notes[0].startswith("the Q4_1 weights stay packed, with float32 arithmetic")
     np.testing.assert_allclose(np.array(loaded.model(TOKENS)), np.array(plain.model(TOKENS)), atol=1e-4)
+    packed = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
+    give_memory(monkeypatch, packed)
+    load_model(source, dtype="auto", device="cpu")
+    give_memory(monkeypatch, packed - 1)
+    with pytest.raises(ModelLoadError, match="of memory for its weights"):
+        load_model(source, dtype="auto", device="cpu")
 
 
 def test_too_little_memory_is_told_before_a_gguf_is_read(model, tmp_path, monkeypatch):

@@ -188,12 +188,14 @@ def test_number_formats_that_cannot_be_loaded_are_named_with_those_that_can(mode
 
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_tensor("a", np.zeros((2, 144), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.add_tensor("a", np.zeros((2, 36), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ4_NL)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "Q4_K; these can be loaded: F32, F16, Q4_0, Q4_1, Q8_0" in refused(path, UnsupportedModelError)
+    assert "IQ4_NL; these can be loaded: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K" in refused(
+        path, UnsupportedModelError
+    )
 
 
 class Hub:
