@@ -28,6 +28,8 @@ OUTPUTS = 6
 RAGGED = [varied_prompt(length, seed) for seed, length in enumerate((33, 1, 16, 50, 5, 17))]
 # One below, at and above the windows of 8 and 16 and the blocks of 8; decoding crosses the next border.
 EDGES = [varied_prompt(length, 10 + length) for length in (6, 7, 8, 9, 15, 16, 17, 24)]
+# Shorter than the convolutions of recurrent layers, and than chunks.
+SHORT = [varied_prompt(length, 20 + length) for length in (1, 2, 3, 4, 5)]
 LONG = varied_prompt(60, 7)
 # Around and beyond thresholds of ``FAR`` tokens, which no prompt of the engine's check at load reaches.
 FAR = 64
@@ -60,12 +62,21 @@ class ParityCase:
     def close(self) -> None:
         self.llm.close()
 
-    def compare(self, prompts: list[list[int]], num_tokens: int = OUTPUTS, **params: Any) -> list[Any]:
-        """Run ``prompts`` together; every answer must be the reference's."""
+    def compare(
+        self, prompts: list[list[int]], num_tokens: int | list[int] = OUTPUTS, **params: Any
+    ) -> list[Any]:
+        """Run ``prompts`` together; every answer must be the reference's.
+
+        Args:
+            num_tokens: of all answers, or one number for each prompt's.
+            params: of all requests.
+        """
         params.setdefault("cache_salt", self.new_salt())
-        outputs = self.llm.generate(prompts, greedy(num_tokens, **params), use_tqdm=False)
-        for output, prompt in zip(outputs, prompts, strict=True):
-            reference = self.oracle.greedy(prompt, num_tokens)
+        counts = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+        requests = [greedy(count, **params) for count in counts]
+        outputs = self.llm.generate(prompts, requests, use_tqdm=False)
+        for output, prompt, count in zip(outputs, prompts, counts, strict=True):
+            reference = self.oracle.greedy(prompt, count)
             for answer in output.outputs:
                 try:
                     assert_matches(answer, reference)
@@ -91,6 +102,14 @@ def chunked_prefill(case: ParityCase) -> None:
     with token_budget(case.llm, 7), recorded_plans(case.llm) as plans:
         case.compare(RAGGED)
     assert all(sum(len(row.token_ids) for row in plan.rows) <= 7 for plan in plans)
+
+
+def requests_that_come_and_go(case: ParityCase) -> None:
+    """More requests than run at once, which end at different times: others take their places."""
+    prompts = [*RAGGED, *SHORT, *EDGES[4:]]
+    assert len(prompts) > OPTIONS["max_num_seqs"]
+    with token_budget(case.llm, 20):
+        case.compare(prompts, num_tokens=[3 + 5 * i % 7 for i in range(len(prompts))])
 
 
 def prefix_hit(case: ParityCase) -> None:
@@ -129,7 +148,7 @@ def long_chunks(case: ParityCase) -> None:
     """Chunks of more tokens than share a forward with others: at the start, later, and after a hit."""
     with token_budget(case.llm, 48), recorded_plans(case.llm) as plans:
         case.compare([*RAGGED[:3], BEYOND[3]])
-    assert any(row.start > 0 and len(row.token_ids) > 40 for plan in plans for row in plan.rows)
+    assert any(row.start > 0 and len(row.token_ids) > 32 for plan in plans for row in plan.rows)
     salt = case.new_salt()
     case.compare([LONG[:20]], cache_salt=salt)
     case.compare([LONG], cache_salt=salt)
@@ -157,6 +176,7 @@ FEATURES = (
     ragged_batch,
     chunked_prefill,
     long_chunks,
+    requests_that_come_and_go,
     prefix_hit,
     preemption,
     fork,
