@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
@@ -67,7 +68,10 @@ class Oracle:
         """The oracle of a model that is already loaded; the arrays are shared, the code is not."""
         model_class, args_class = _private_model_classes(config)
         own = model_class(args_class.from_dict(config))
-        own.update(model.parameters())
+        weights = dict(tree_flatten(model.parameters()))
+        if hasattr(own, "sanitize"):
+            own.sanitize(dict(weights))  # where Gemma 3 learns that its head is its embedding
+        own.load_weights(list(weights.items()))  # strict: nothing stays random
         return cls(own)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> Reference:

@@ -311,7 +311,7 @@ def _gguf_float_type(header: GGUFHeader) -> str:
     types = {tensor.type for tensor in header.tensors}
     if types == {"F32"}:
         return "float32"
-    # Gemma was trained in bfloat16, and its activations leave float16's range.
+    # Gemma's activations leave float16's range, which ends at 65,504: the 270M model's reach 104,000.
     gemma = str(header.metadata.get("general.architecture")).startswith("gemma")
     return "bfloat16" if gemma or "BF16" in types else "float16"
 
