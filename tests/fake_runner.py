@@ -1,7 +1,8 @@
 """A runner without a model that checks every step it is given, and helpers to make its requests.
 
 What it stores in a slot names the whole token prefix up to there, as a key or value would depend on it.
-So a row that reads a slot which was overwritten, not yet written or somebody else's fails at once.
+So a row that reads a slot which was overwritten, not yet written or somebody else's fails at once. The
+states of recurrent layers are the same names, one per slot of theirs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,7 @@ class FakeRunner:
         self._tables: dict[str, list[int]] = {}
         self._states: dict[str, list[int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
+        self._recurrent: dict[int, int] = {}
         self._failed: set[str] = set()
         self.sampled: dict[str, int] = {}  # by the last step
         self._sampled_before: dict[str, int] = {}
@@ -82,6 +84,11 @@ class FakeRunner:
                 # Whoever takes this token has a wrong answer.
                 outputs.append(self._output(row, (states[-1] + 1) % VOCAB_SIZE))
                 continue
+            if row.state_to:
+                assert (row.state_from == 0) == (row.start == 0)
+                before = states[row.start - 1] if row.start else None
+                assert self._recurrent.get(row.state_from) == before, f"{row.request_id}: another's state"
+                self._recurrent[row.state_to] = states[-1]
             for position in range(max(row.start, row.write_from), len(states)):
                 slot = self._slot(table, position)
                 assert slot[0] != 0
@@ -106,6 +113,8 @@ class FakeRunner:
                 states = self._states[row.request_id]
                 states.append(_extend(states[-1] if states else 0, token))
             self.sampled[row.request_id] = 0
+            if row.state_to:
+                self._recurrent[row.state_to] = -1
             for position in range(max(row.start, row.write_from), row.start + len(row.token_ids)):
                 self._slots[self._slot(table, position)] = -1
 

@@ -8,10 +8,15 @@ from mlx_paged_attention.engine.outputs import CompletionOutput, EngineInfo, Req
 def startup_report(info: EngineInfo) -> str:
     """The model, how it runs, and what its KV cache holds; several lines."""
     blocks = counted(info.num_blocks - 1, "block")  # the null block holds nobody's tokens
+    states = []
+    if info.num_states:
+        kept = f"{counted(info.num_states - 1, 'state')} of {size(info.bytes_per_state)}"
+        states.append(f"states    {kept}, one or two per request, the others after prefixes")
     lines = [
         f"model     {info.model}: {info.dtype} on {info.backend}, {info.forward}",
         f"KV cache  {blocks} of {counted(info.block_size, 'token')} (and the null block), "
         f"{size(info.bytes_per_token)} per token, pool {size(info.pool_bytes)}",
+        *states,
         f"requests  up to {counted(info.max_model_len, 'token')} each; the pool holds "
         f"{info.full_length_requests:.1f} that long at once",
         f"steps     up to {counted(info.max_num_seqs, 'request')} and "

@@ -158,6 +158,13 @@ class BlockPool:
                 self.num_cached -= block.ref_count == 0
                 self._forget(block)
 
+    def retire(self, block: Block) -> None:
+        """Unpublishes a free block and lets it be reused before all others."""
+        assert block.ref_count == 0, f"{block} is in use"
+        self.unpublish([block.block_id])
+        self.free_queue.remove(block)
+        self.free_queue.prepend_n([block])
+
     def reset(self) -> bool:
         """Unpublishes everything. Does nothing and returns ``False`` while a request holds a block."""
         if self.num_free != self.num_usable:

@@ -9,6 +9,7 @@ from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.cache.block_pool import BlockPool
 from mlx_paged_attention.cache.events import CacheEvent
 from mlx_paged_attention.cache.hit_rate import HitRateWindow
+from mlx_paged_attention.cache.state_slots import StateSlots
 
 FullHit = Literal["one_token", "recompute_block"]
 
@@ -18,6 +19,7 @@ class CachedRequest(Protocol):
 
     request_id: str
     token_ids: list[int]
+    num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
     block_hashes: list[bytes]
@@ -34,10 +36,14 @@ class PrefixHit:
         block_ids: in table order.
         num_tokens: tokens that need not be computed. One less than the blocks hold if they hold
             the whole sequence: its last token is computed again, for its logits.
+        state_slot: where the recurrent layers' state after these tokens is; 0 without any.
+        num_found: with such layers, tokens in published blocks, also those after the last snapshot.
     """
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    state_slot: int = 0
+    num_found: int = 0
 
 
 @dataclass(slots=True)
@@ -76,6 +82,7 @@ class KVCacheManager:
         root_hash: parent digest of all first blocks, see ``block_hash.root_hash``.
         full_hit: what a wholly cached prompt computes. ``"one_token"`` computes its last token
             without writing it; ``"recompute_block"`` computes its last block into a new block.
+        states: the slots of recurrent layers' states, for a model that has such layers.
         on_evict: called with block id and digest just before a published block is reused.
         enable_events: record ``CacheEvent`` values for ``take_events``.
     """
@@ -88,6 +95,7 @@ class KVCacheManager:
         enable_caching: bool,
         root_hash: bytes,
         full_hit: FullHit = "one_token",
+        states: StateSlots | None = None,
         on_evict: Callable[[int, bytes], None] | None = None,
         enable_events: bool = False,
     ) -> None:
@@ -97,6 +105,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, on_evict=on_evict, enable_events=enable_events)
         self.stats = PrefixCacheStats()
         self.hit_rate = HitRateWindow()
+        self.states = states
         self._full_hit = full_hit
         self._tables: dict[str, _BlockTable] = {}
         self._published: list[tuple[int, bytes]] = []
@@ -141,7 +150,7 @@ class KVCacheManager:
             return PrefixHit()
         num_tokens = len(request.token_ids)
         hashes = request.block_hashes
-        if self._full_hit == "recompute_block":
+        if self._full_hit == "recompute_block" or self.states is not None:
             hashes = hashes[: (num_tokens - 1) // self.block_size]
         block_ids = []
         for block_hash in hashes:
@@ -149,7 +158,11 @@ class KVCacheManager:
             if block is None:
                 break
             block_ids.append(block.block_id)
-        return PrefixHit(tuple(block_ids), min(len(block_ids) * self.block_size, num_tokens - 1))
+        found = len(block_ids) * self.block_size
+        if self.states is None:
+            return PrefixHit(tuple(block_ids), min(found, num_tokens - 1))
+        count, slot = self.states.find(hashes[: len(block_ids)])
+        return PrefixHit(tuple(block_ids[:count]), count * self.block_size, slot, found)
 
     def allocate_slots(
         self,
@@ -204,6 +217,9 @@ class KVCacheManager:
             pool.touch(hit_blocks)
             table = _BlockTable(hit_blocks, 0, len(hit_blocks))
             self._tables[request.request_id] = table
+            if self.states is not None:
+                hit = hit or PrefixHit()
+                self.states.admit(request.request_id, hit.state_slot, hit.num_found)
             if hit is not None:
                 self._record_lookup(request, hit)
             added = 0
@@ -218,6 +234,34 @@ class KVCacheManager:
         if self.enable_caching and num_full > table.num_published:
             self._publish(request, table, num_full)
         return [block.block_id for block in table.blocks[added:]]
+
+    def chunk_end(self, request: CachedRequest, start: int, end: int, hit: PrefixHit | None = None) -> int:
+        """Where a chunk planned for positions ``start .. end - 1`` should end, at most at ``end``.
+
+        States must be kept at the ends of blocks if others are to go on from them.
+
+        Args:
+            hit: of a request that is not admitted yet.
+        """
+        if self.states is None or not self.enable_caching:
+            return end
+        branch = None if hit is None else hit.num_found
+        return self.states.cut(request.request_id, start, end, len(request.token_ids), branch)
+
+    def plan_state(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+        """The slots that the request's step up to ``num_tokens`` reads its state from and writes it to.
+
+        0 and 0 without states.
+        """
+        return (0, 0) if self.states is None else self.states.plan(request_id, num_tokens)
+
+    def publish_state(self, request: CachedRequest, num_tokens: int, slot: int) -> None:
+        """Make the request's state after ``num_tokens``, now in ``slot``, findable, if that can be done."""
+        if self.states is None or not self.enable_caching or num_tokens % self.block_size:
+            return
+        block_hash = request.block_hashes[num_tokens // self.block_size - 1]
+        generated = num_tokens > request.num_prompt_tokens
+        self.states.publish(request.request_id, slot, num_tokens, block_hash, generated=generated)
 
     def rollback(self, request_id: str, num_tokens: int) -> list[int]:
         """Takes back the slots above ``num_tokens`` and frees the blocks that held nothing else.
@@ -246,6 +290,8 @@ class KVCacheManager:
         table = self._tables.pop(request_id, None)
         if table is not None:
             self.pool.free_blocks(reversed(table.blocks))
+            if self.states is not None:
+                self.states.free(request_id)
 
     def unpublish(self, block_ids: list[int]) -> None:
         """Makes blocks unfindable: their contents were not, or will not be, written as promised."""
@@ -269,7 +315,10 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Unpublishes everything; ``False``, and nothing done, while any request holds blocks."""
-        return self.pool.reset()
+        done = self.pool.reset()
+        if done and self.states is not None:
+            self.states.reset()
+        return done
 
     def take_events(self) -> list[CacheEvent]:
         """The events since the last call, oldest first."""
@@ -278,6 +327,8 @@ class KVCacheManager:
     def check(self) -> None:
         """Asserts every invariant of tables and pool; O(blocks), for tests."""
         self.pool.check()
+        if self.states is not None:
+            self.states.check()
         owners = dict.fromkeys(range(1, len(self.pool.blocks)), 0)
         for request_id, table in self._tables.items():
             assert len(table.blocks) == self.num_blocks_for(table.num_slots), request_id

@@ -14,6 +14,7 @@ class PoolPlan:
 
     Attributes:
         num_blocks: the null block included.
+        num_states: slots for the states of recurrent layers, slot 0 included; 0 without such layers.
         full_length_requests: requests of ``max_model_len`` that fit at once.
         notes: what was limited, and by what.
     """
@@ -24,12 +25,14 @@ class PoolPlan:
     max_num_batched_tokens: int
     full_length_requests: float
     notes: list[str]
+    num_states: int = 0
 
 
 def plan_pool(
     config: EngineConfig,
     *,
     bytes_per_block: int,
+    bytes_per_state: int = 0,
     model_max_len: int,
     free_memory: int,
     on_host: bool,
@@ -37,10 +40,11 @@ def plan_pool(
     """Derive what the configuration leaves open.
 
     Args:
-        bytes_per_block: over all layers.
+        bytes_per_block: over all attention layers, which may be none.
+        bytes_per_state: of one sequence, over all recurrent layers.
         model_max_len: the longest context the model was made for.
-        free_memory: bytes that weights have left over; a pool takes at most a quarter of it
-            unless its size is given.
+        free_memory: bytes that weights have left over; pool and states take at most a quarter of it
+            unless their size is given.
         on_host: the CPU computes: smaller steps keep it responsive.
 
     Raises:
@@ -60,11 +64,20 @@ def plan_pool(
             "max_model_len",
         )
 
+    budget = free_memory // 4 if config.kv_memory is None else config.kv_memory
+    num_states = 0
+    if bytes_per_state:
+        most = budget // 2 if bytes_per_block else budget
+        num_states, max_num_seqs = _plan_states(config, bytes_per_state, max_num_seqs, most, notes)
+        budget -= num_states * bytes_per_state
+    wanted = 1 + max_num_seqs * -(-max_model_len // size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
         check_budget(num_blocks * bytes_per_block, free_memory, "num_blocks", num_blocks)
+    elif not bytes_per_block:  # blocks are only counted
+        num_blocks = wanted
     elif config.kv_memory is not None:
-        num_blocks = config.kv_memory // bytes_per_block
+        num_blocks = budget // bytes_per_block
         if num_blocks < 2:
             raise InvalidRequestError(
                 f"kv_memory ({config.kv_memory} bytes) holds no two blocks of {bytes_per_block} bytes "
@@ -73,8 +86,7 @@ def plan_pool(
             )
         check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
     else:
-        wanted = 1 + max_num_seqs * -(-max_model_len // size)
-        num_blocks = min(wanted, free_memory // 4 // bytes_per_block)
+        num_blocks = min(wanted, budget // bytes_per_block)
         if num_blocks < 2:
             raise ModelLoadError(
                 f"too little memory for a KV cache: {free_memory // MIB} MiB are free beside the weights, "
@@ -92,7 +104,33 @@ def plan_pool(
             "longer requests are refused"
         )
     per_request = -(-max_model_len // size)
-    return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, (num_blocks - 1) / per_request, notes)
+    full_length = (num_blocks - 1) / per_request
+    return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, full_length, notes, num_states)
+
+
+def _plan_states(
+    config: EngineConfig, bytes_per_state: int, max_num_seqs: int, budget: int, notes: list[str]
+) -> tuple[int, int]:
+    """Slots for states, and how many requests may run with them: each may need two at a time."""
+    num_states = min(1 + 3 * max_num_seqs, budget // bytes_per_state)
+    fit = (num_states - 1) // 2
+    if fit >= max_num_seqs:
+        return num_states, max_num_seqs
+    state = f"{bytes_per_state / MIB:.1f} MiB"
+    if config.max_num_seqs is not None:
+        raise InvalidRequestError(
+            f"max_num_seqs ({max_num_seqs}) needs two states of {state} for each request, and "
+            f"{budget // MIB} MiB are there for them: at most {max(fit, 0)} fit; lower max_num_seqs or "
+            "raise kv_memory",
+            "max_num_seqs",
+        )
+    if fit < 1:
+        raise ModelLoadError(
+            f"too little memory for the states of recurrent layers: a request needs two of {state}, and "
+            f"{budget // MIB} MiB are there for them; close other programs or use a smaller model"
+        )
+    notes.append(f"max_num_seqs is {fit}: each request needs two states of {state}")
+    return num_states, fit
 
 
 def check_budget(pool_bytes: int, free_memory: int, name: str, value: int) -> None:

@@ -3,17 +3,17 @@
 import math
 from dataclasses import dataclass
 
-_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "int64": 8, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One array of a layer's pool, without its leading block axis.
+    """One array of a layer's pool, without its leading axis.
 
     Attributes:
         name: ``"k"`` or ``"v"`` for plain attention.
         dtype: name of the stored type.
-        shape: per block, ``(kv_heads, block_size, head_dim)``.
+        shape: of keys and values per block, ``(kv_heads, block_size, head_dim)``.
     """
 
     name: str
@@ -21,8 +21,26 @@ class Plane:
     shape: tuple[int, ...]
 
     @property
-    def bytes_per_block(self) -> int:
+    def nbytes(self) -> int:
+        """Per block or sequence."""
         return math.prod(self.shape) * _ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps per sequence, however long it is.
+
+    Attributes:
+        planes: the arrays it was seen to fill; shapes are per sequence.
+        num_arrays: how many it has places for.
+    """
+
+    planes: tuple[Plane, ...]
+    num_arrays: int
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +57,4 @@ class LayerKVSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        return sum(plane.bytes_per_block for plane in self.planes)
+        return sum(plane.nbytes for plane in self.planes)

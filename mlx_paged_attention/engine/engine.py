@@ -9,6 +9,7 @@ from typing import Protocol
 
 from mlx_paged_attention.cache.block_hash import root_hash
 from mlx_paged_attention.cache.manager import KVCacheManager
+from mlx_paged_attention.cache.state_slots import StateSlots
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
@@ -76,6 +77,7 @@ class Engine:
             info.block_size,
             enable_caching=config.enable_prefix_caching,
             root_hash=root_hash(fingerprint),
+            states=StateSlots(info.num_states, info.block_size) if info.num_states else None,
         )
         self._scheduler = Scheduler(
             self._cache,

@@ -2,16 +2,17 @@
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import psutil
 
 from mlx_paged_attention.cache.sizing import check_budget, plan_pool
 from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.inspection import ModelInspection
 from mlx_paged_attention.engine.outputs import EngineInfo
-from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.models.kv_spec import observe_kv_specs
+from mlx_paged_attention.errors import InvalidRequestError, UnsupportedModelError
+from mlx_paged_attention.models.cache_spec import observe_cache
 from mlx_paged_attention.models.load import LoadedModel, load_model
 from mlx_paged_attention.models.source import ModelSource
 from mlx_paged_attention.runner.kv_pool import make_pool
@@ -70,17 +71,18 @@ def prepare_engine(
 
     progress("checking the model against mlx-lm")
     host = ModelHost(loaded.model, compiled_loops=compiled)
-    specs = observe_kv_specs(loaded.model, block_size=config.block_size)
-    layout = choose_layout(host, specs, vocab_size=loaded.vocab_size, on_host=compiled)
+    spec = observe_cache(loaded.model, block_size=config.block_size)
+    layout = choose_layout(host, spec, vocab_size=loaded.vocab_size, on_host=compiled)
 
     plan = plan_pool(
         config,
-        bytes_per_block=sum(spec.bytes_per_block for spec in specs),
+        bytes_per_block=spec.bytes_per_block,
+        bytes_per_state=spec.bytes_per_state,
         model_max_len=loaded.max_model_len,
         free_memory=_free_memory(backend),
         on_host=on_host,
     )
-    pool = make_pool(specs, plan.num_blocks, host=compiled)
+    pool = make_pool(spec, plan.num_blocks, host=compiled)
     info = EngineInfo(
         model=name,
         backend=backend,
@@ -95,10 +97,34 @@ def prepare_engine(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         full_length_requests=plan.full_length_requests,
+        bytes_per_state=spec.bytes_per_state,
+        num_states=plan.num_states,
         eos_token_ids=loaded.eos_token_ids,
         notes=[*loaded.notes, *notes, *plan.notes],
     )
-    return LoadedEngine(info, ModelRunner(host, pool, layout), loaded.fingerprint)
+    return LoadedEngine(info, ModelRunner(host, spec, pool, layout), loaded.fingerprint)
+
+
+def inspect_model(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelInspection:
+    """How the model would run, without a pool.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: it cannot be loaded.
+    """
+    backend = choose_backend(config)
+    progress(f"loading {source.name}")
+    loaded = load_model(source, dtype=config.dtype, device="cpu" if backend == "cpu" else "gpu")
+    compiled = backend == "cpu" and importlib.util.find_spec("numba") is not None
+    progress("checking the model against mlx-lm")
+    host = ModelHost(loaded.model, compiled_loops=compiled)
+    inspection = ModelInspection(source.name, backend, loaded.dtype, loaded.max_model_len)
+    try:
+        spec = observe_cache(loaded.model, block_size=config.block_size)
+        inspection = inspection.with_layers(spec)
+        layout = choose_layout(host, spec, vocab_size=loaded.vocab_size, on_host=compiled)
+    except UnsupportedModelError as error:
+        return replace(inspection, refusal=str(error))
+    return replace(inspection, forward=layout.name)
 
 
 def choose_backend(config: EngineConfig) -> str:

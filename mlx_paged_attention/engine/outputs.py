@@ -120,6 +120,8 @@ class EngineInfo:
         bytes_per_token: KV bytes of one token over all layers.
         pool_bytes: size of the KV arrays.
         full_length_requests: how many requests of ``max_model_len`` the pool holds at once.
+        bytes_per_state: what recurrent layers keep of one sequence, whatever its length; 0 without any.
+        num_states: most such states kept at once, those of running requests and snapshots of prefixes.
         eos_token_ids: ids that end an answer.
         notes: further lines for the start-up report.
     """
@@ -137,5 +139,7 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     full_length_requests: float
+    bytes_per_state: int = 0
+    num_states: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ and passing our caches is all it takes to run the model's own code on a paged po
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -15,53 +15,42 @@ from mlx_lm.models import base
 from mlx_paged_attention.models.forward import ForwardContext
 from mlx_paged_attention.ops.layer import AttentionLayer
 
-_mlx_lm_attention = base.scaled_dot_product_attention
-
-# Keys that a paged cache has handed to a model, by identity, until the model attends with them:
-# some models pass keys on to layers that have no cache of their own.
-_pending: dict[int, "PagedLayerCache"] = {}
+mlx_lm_attention = base.scaled_dot_product_attention
 
 
-class PagedLayerCache:
-    """What a model sees as one layer's cache; keys and values live in the pool.
+class Attends(Protocol):
+    """What attention over keys that a cache has handed out is left to."""
 
-    With ``dense=False``, ``update_and_fetch`` hands back the new keys and values and attention
-    finds the pool through them. With ``dense=True`` it writes, and returns the rows' whole
-    context gathered, for models that compute attention themselves.
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None, mask: Any) -> mx.array:
+        """``[rows, heads, queries, head_dim]``."""
+        ...
+
+
+# Keys that a cache has handed to a model, by identity, until the end of the forward pass: some models pass
+# keys on to layers that have no cache of their own.
+waiting_for_attention: dict[int, Attends] = {}
+
+
+class UnusedCache:
+    """What a model sees as the cache of a layer that keeps nothing, and may ask positions and masks of.
+
+    Args:
+        dense: the model applies its masks itself.
+        one_row: forward passes have one row, whose offset is a number, as some models need.
     """
 
-    def __init__(self, layer: AttentionLayer, context: ForwardContext, *, dense: bool) -> None:
-        self.layer = layer
+    window: int | None = None
+
+    def __init__(self, context: ForwardContext, *, dense: bool, one_row: bool = False) -> None:
         self._context = context
         self._dense = dense
-        self._new: tuple[mx.array, mx.array] | None = None
+        self._one_row = one_row
 
     @property
-    def offset(self) -> mx.array:
+    def offset(self) -> mx.array | int:
         """int32 ``[rows]``: position of each row's first token, constant during a forward."""
-        return self._context.current().offsets
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take ``[rows, kv_heads, queries, head_dim]``; return what attention is to be called with."""
-        if self._dense:
-            batch = self._context.current()
-            self.layer.write(keys, values, batch)
-            return self.layer.gather_rows(batch)
-        assert self._new is None, "a layer's cache was updated twice in one forward pass"
-        self._new = (keys, values)
-        _pending[id(keys)] = self
-        return keys, values
-
-    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """``[rows, heads, queries, head_dim]`` over the pool, the new keys included."""
-        assert self._new is not None, "attention before update_and_fetch"
-        keys, values = self._new
-        return self.layer.attend(queries, keys, values, self._context.current(), scale=scale, sinks=sinks)
-
-    def settle(self) -> bool:
-        """End a forward: forget the new keys. False if attention never came for them."""
-        new, self._new = self._new, None
-        return new is None or _pending.pop(id(new[0]), None) is None
+        batch = self._context.current()
+        return int(batch.starts[0]) if self._one_row else batch.offsets
 
     def make_mask(
         self, _queries: int, return_array: bool = False, window_size: int | None = None
@@ -69,15 +58,7 @@ class PagedLayerCache:
         """``None``, as our attention masks by position; a boolean mask for dense attention."""
         if not self._dense:
             return None
-        return self._context.current().mask(window_size or self.layer.spec.window)
-
-    @property
-    def state(self) -> tuple[mx.array, ...]:
-        return self.layer.state
-
-    @property
-    def nbytes(self) -> int:
-        return self.layer.nbytes
+        return self._context.current().mask(window_size or self.window)
 
     def size(self) -> int:
         return self._context.current().longest
@@ -87,6 +68,92 @@ class PagedLayerCache:
 
     def is_trimmable(self) -> bool:
         return False
+
+
+class PagedLayerCache(UnusedCache):
+    """What a model sees as one layer's cache; keys and values live in the pool.
+
+    With ``dense=False``, ``update_and_fetch`` hands back the new keys and values and attention
+    finds the pool through them. With ``dense=True`` it writes, and returns the rows' whole
+    context gathered, for models that compute attention themselves.
+    """
+
+    start_position = 0  # of what is fetched, for models that attend within chunks of the context
+
+    def __init__(
+        self, layer: AttentionLayer, context: ForwardContext, *, dense: bool, one_row: bool = False
+    ) -> None:
+        super().__init__(context, dense=dense, one_row=one_row)
+        self.layer = layer
+        self.window = layer.spec.window
+        self._new: tuple[mx.array, mx.array] | None = None
+        self._fetched: tuple[mx.array, mx.array] | None = None
+        self._attended = False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take ``[rows, kv_heads, queries, head_dim]``; return what attention is to be called with."""
+        if self._dense:
+            batch = self._context.current()
+            self.layer.write(keys, values, batch)
+            self._fetched = self.layer.gather_rows(batch)
+            return self._fetched
+        assert self._new is None, "a layer's cache was updated twice in one forward pass"
+        self._new = self._fetched = (keys, values)
+        waiting_for_attention[id(keys)] = self
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last update returned, for layers that use another's."""
+        assert self._fetched is not None, "keys and values before update_and_fetch"
+        return self._fetched
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None, mask: Any) -> mx.array:
+        """``[rows, heads, queries, head_dim]`` over the pool, the new keys included."""
+        assert self._new is not None, "attention before update_and_fetch"
+        keys, values = self._new
+        batch = self._context.current()
+        if self._attended:  # by another layer: they are in the pool
+            return self.layer.attend_written(queries, keys, values, batch, scale=scale, sinks=sinks)
+        self._attended = True
+        return self.layer.attend(queries, keys, values, batch, scale=scale, sinks=sinks)
+
+    def settle(self) -> bool:
+        """End a forward: forget the new keys. False if attention never came for them."""
+        new, attended = self._new, self._attended
+        self._new, self._fetched, self._attended = None, None, False
+        if new is None:
+            return True
+        waiting_for_attention.pop(id(new[0]), None)
+        return attended
+
+    @property
+    def keys(self) -> mx.array:
+        """What models let depend on other arrays, to have those evaluated: the pool sees to that itself."""
+        return self.keys_and_values()[0]
+
+    @keys.setter
+    def keys(self, _: mx.array) -> None:
+        pass
+
+    @property
+    def values(self) -> mx.array:
+        """As ``keys``."""
+        return self.keys_and_values()[1]
+
+    @values.setter
+    def values(self, _: mx.array) -> None:
+        pass
+
+    def maybe_trim_front(self) -> None:
+        """Everything stays: masks say what is looked at."""
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        return self.layer.state
+
+    @property
+    def nbytes(self) -> int:
+        return self.layer.nbytes
 
 
 def scaled_dot_product_attention(
@@ -99,16 +166,16 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's function of that name; keys that came from a paged cache attend over its pool."""
-    owner = _pending.pop(id(keys), None)
+    owner = waiting_for_attention.get(id(keys))
     if owner is None:
-        plain: mx.array = _mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+        plain: mx.array = mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
         return plain
-    return owner.attend(queries, scale, sinks)
+    return owner.attend(queries, scale, sinks, mask)
 
 
 def rebind_attention() -> None:
     """Put our attention under its name in every mlx-lm model module that is loaded."""
-    rebind(_mlx_lm_attention, scaled_dot_product_attention)
+    rebind(mlx_lm_attention, scaled_dot_product_attention)
 
 
 def rebind(original: Callable[..., Any], ours: Callable[..., Any]) -> None:

@@ -119,6 +119,18 @@ class HostLayer(AttentionLayer):
         self.write(keys, values, batch)
         return self.attend_in_place(queries, batch, scale, sinks)
 
+    def attend_written(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        return self.attend_in_place(queries, batch, scale, sinks)
+
     def _past(self, batch: AttentionBatch) -> tuple[list[mx.array], list[mx.array]] | None:
         """Keys and values before the batch's one token, in pieces ``[kv_heads, n, head_dim]``."""
         self.flush()

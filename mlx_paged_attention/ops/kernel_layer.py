@@ -75,7 +75,7 @@ class KernelLayer(AttentionLayer):
             values.append(mx.pad(new_values, padding))
         return mx.concatenate(keys), mx.concatenate(values)
 
-    def attend(
+    def attend_written(
         self,
         queries: mx.array,
         keys: mx.array,
@@ -85,7 +85,6 @@ class KernelLayer(AttentionLayer):
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        self.write(keys, values, batch)
         if batch.singles_only:
             return self.attend_in_place(queries, batch, scale, sinks)
         return self._attend_packed(queries, keys, values, Packing.of(batch), scale, sinks)

@@ -87,6 +87,19 @@ class AttentionLayer(ABC):
             ``[rows, heads, queries, v_head_dim]`` in the queries' type.
         """
         self.write(keys, values, batch)
+        return self.attend_written(queries, keys, values, batch, scale=scale, sinks=sinks)
+
+    def attend_written(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """As :meth:`attend`, of keys and values that have been written already."""
         if batch.rows > 1 or batch.queries <= SHORT_QUERIES:
             return self.attend_in_place(queries, batch, scale, sinks)
         return self.attend_gathered(queries, keys, values, batch, scale, sinks)

@@ -44,6 +44,7 @@ def build_batches(
     *,
     pack_limit: int,
     batch_rows: bool,
+    first_alone: bool = False,
 ) -> Iterator[BatchInput]:
     """Split a step into forwards, keeping the plan's order so that readers follow writers.
 
@@ -51,11 +52,13 @@ def build_batches(
         tables: each request's block table, int32, long enough for this step.
         pack_limit: chunks of up to this many tokens join single tokens as rows of one token each.
         batch_rows: several sequences may share a forward at all.
+        first_alone: not with a sequence's first tokens: a recurrent layer then has no state for it yet.
     """
     together: list[PlannedRow] = []
     for row in rows:
         length = len(row.token_ids)
-        if batch_rows and length <= max(1, pack_limit):
+        shares = batch_rows and not (first_alone and row.start == 0)
+        if shares and length <= max(1, pack_limit):
             together.append(row)
             continue
         if together:

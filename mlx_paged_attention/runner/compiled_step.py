@@ -1,18 +1,17 @@
 """CompiledStep: steps on kernels, compiled once per shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_paged_attention.models.seam import PagedLayerCache
 from mlx_paged_attention.ops.batch import AttentionBatch, Cut
 from mlx_paged_attention.ops.packing import TILE, Packing
 from mlx_paged_attention.ops.step_shape import StepShape, shape_of
 from mlx_paged_attention.runner.kv_pool import KernelPool
-from mlx_paged_attention.runner.model_host import ModelHost
+from mlx_paged_attention.runner.model_host import ModelCache, ModelHost
 from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN
 
 _Compiled = Callable[..., tuple[mx.array, mx.array]]
@@ -25,9 +24,9 @@ class CompiledStep:
     not hold it: they go when it goes.
     """
 
-    def __init__(self, host: ModelHost, caches: Sequence[PagedLayerCache], pool: KernelPool) -> None:
+    def __init__(self, host: ModelHost, cache: ModelCache, pool: KernelPool) -> None:
         self._host = host
-        self._caches = caches
+        self._cache = cache
         self._pool = pool
         self._cuts = self._find_cuts(1)
         self._tile_cuts = self._find_cuts(TILE)
@@ -59,7 +58,7 @@ class CompiledStep:
         pool = self._pool
         function = self._compiled.get(shape)
         if function is None:
-            step = partial(_step, self._host, self._caches, pool, shape)
+            step = partial(_step, self._host, self._cache, pool, shape)
             function = self._compiled[shape] = mx.compile(step)
         packed = mx.array(shape.pack(tokens, batch, wanted))
         if sampled is None:
@@ -78,14 +77,14 @@ class CompiledStep:
             positions.astype(np.int32), 1, positions % size, table, size, runs=((0, queries),)
         )
         token = self._pool.order.token
-        self._host.forward(mx.zeros((queries, 1), mx.int32), batch, self._caches)
+        self._host.forward(mx.zeros((queries, 1), mx.int32), batch, self._cache)
         self._pool.order.token = token
         return batch.cuts if queries == 1 else Packing.of(batch).tile_batch.cuts
 
 
 def _step(
     host: ModelHost,
-    caches: Sequence[PagedLayerCache],
+    cache: ModelCache,
     pool: KernelPool,
     shape: StepShape,
     packed: mx.array,
@@ -99,7 +98,7 @@ def _step(
     try:
         tokens, batch, wanted = shape.unpack(packed)
         tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled[:, None], tokens)
-        logits = host.forward(tokens, batch, caches, wanted)
+        logits = host.forward(tokens, batch, cache, wanted)
         return logits, _tiny(pool.order.token)
     finally:
         pool.planes, pool.order.token = kept

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels.order import Order
@@ -14,17 +15,17 @@ from mlx_paged_attention.ops.layer import AttentionLayer
 class KVPool:
     """One set of arrays per layer, all with the same number of blocks; block 0 is the null block."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], num_blocks: int) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], num_blocks: int, block_size: int) -> None:
         self.layers = layers
         self.num_blocks = num_blocks
-        self.block_size = layers[0].spec.planes[0].shape[1]
+        self.block_size = block_size
         expected = num_blocks * sum(layer.spec.bytes_per_block for layer in layers)
         assert self.nbytes == expected, "the specs' byte counts disagree with the arrays"
 
     @property
     def pack_limit(self) -> int:
         """Longest chunk worth running as rows of one token."""
-        return min(layer.pack_limit for layer in self.layers)
+        return min((layer.pack_limit for layer in self.layers), default=1)
 
     @property
     def nbytes(self) -> int:
@@ -53,10 +54,10 @@ class KVPool:
 class KernelPool(KVPool):
     """A pool whose layers are all written in place by the project's kernels, in one order."""
 
-    def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int) -> None:
+    def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int, block_size: int) -> None:
         self.order = Order()
         self._kernel_layers = [KernelLayer(spec, num_blocks, self.order) for spec in specs]
-        super().__init__(self._kernel_layers, num_blocks)
+        super().__init__(self._kernel_layers, num_blocks, block_size)
 
     @property
     def state(self) -> list[mx.array]:
@@ -73,8 +74,8 @@ class KernelPool(KVPool):
             layer.k, layer.v = k, v
 
 
-def make_pool(specs: Sequence[LayerKVSpec], num_blocks: int, *, host: bool) -> KVPool:
-    """A pool of the fastest kind that there is here.
+def make_pool(spec: ModelCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
+    """A pool of the fastest kind that there is here, for the model's attention layers, which may be none.
 
     Args:
         host: keep the arrays in host memory, for MLX's CPU back end.
@@ -83,14 +84,15 @@ def make_pool(specs: Sequence[LayerKVSpec], num_blocks: int, *, host: bool) -> K
         # Imported on demand: the compiler for the host's kernel exists only where it is needed.
         from mlx_paged_attention.ops.host import HostLayer
 
-        return KVPool([HostLayer(spec, num_blocks) for spec in specs], num_blocks)
-    if all(KernelLayer.supports(spec) for spec in specs):
-        return KernelPool(specs, num_blocks)
+        host_layers = [HostLayer(layer, num_blocks) for layer in spec.layers]
+        return KVPool(host_layers, num_blocks, spec.block_size)
+    if spec.layers and all(KernelLayer.supports(layer) for layer in spec.layers):
+        return KernelPool(spec.layers, num_blocks, spec.block_size)
     order = Order()
 
-    def make_layer(spec: LayerKVSpec) -> AttentionLayer:
-        if KernelLayer.supports(spec):
-            return KernelLayer(spec, num_blocks, order)
-        return DeviceLayer(spec, num_blocks)
+    def make_layer(layer: LayerKVSpec) -> AttentionLayer:
+        if KernelLayer.supports(layer):
+            return KernelLayer(layer, num_blocks, order)
+        return DeviceLayer(layer, num_blocks)
 
-    return KVPool([make_layer(spec) for spec in specs], num_blocks)
+    return KVPool([make_layer(layer) for layer in spec.layers], num_blocks, spec.block_size)

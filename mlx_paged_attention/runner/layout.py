@@ -28,6 +28,7 @@ class Layout:
 LAYOUTS = (
     Layout("packed rows", pack=True),
     Layout("row layout"),
+    Layout("row layout, one sequence at a time", batch_rows=False),
     Layout("dense gather", dense=True),
     Layout("dense gather, one sequence at a time", dense=True, batch_rows=False),
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,19 @@ from mlx_paged_attention.models.merged_linear import merge_products
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernels.make import backend
+
+
+@dataclass(frozen=True)
+class ModelCache:
+    """What a model is called with as its cache.
+
+    Attributes:
+        entries: one for each that mlx-lm would make.
+        layers: all the paged ones that are in them.
+    """
+
+    entries: list[Any]
+    layers: Sequence[PagedLayerCache]
 
 
 class ModelHost:
@@ -44,7 +58,7 @@ class ModelHost:
         self,
         tokens: mx.array,
         batch: AttentionBatch,
-        caches: Sequence[PagedLayerCache],
+        cache: ModelCache,
         selected: mx.array | None = None,
     ) -> mx.array:
         """Logits ``[selected, vocabulary]`` of tokens int32 ``[rows, queries]``.
@@ -57,11 +71,11 @@ class ModelHost:
         self.context.head_selected = False
         try:
             with self._activations():
-                output: Any = self.model(tokens, cache=caches)
+                output: Any = self.model(tokens, cache=cache.entries)
             logits = selected_logits(output, self.context)
         finally:
             self.context.batch = self.context.selected = None
             # A list, not a generator: every cache must be settled.
-            settled = [cache.settle() for cache in caches]
+            settled = [layer.settle() for layer in cache.layers]
         assert all(settled), f"layer {settled.index(False)} fetched keys but never attended with them"
         return logits

@@ -8,13 +8,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_paged_attention.models.seam import PagedLayerCache
+from mlx_paged_attention.models.cache_spec import ModelCacheSpec
+from mlx_paged_attention.models.seam import PagedLayerCache, UnusedCache
 from mlx_paged_attention.runner.batch import BatchInput, build_batches
 from mlx_paged_attention.runner.block_tables import BlockTables
 from mlx_paged_attention.runner.compiled_step import CompiledStep
 from mlx_paged_attention.runner.kv_pool import KernelPool, KVPool
 from mlx_paged_attention.runner.layout import Layout
-from mlx_paged_attention.runner.model_host import ModelHost
+from mlx_paged_attention.runner.model_host import ModelCache, ModelHost
+from mlx_paged_attention.runner.state_pool import StatePool
 from mlx_paged_attention.sampling.logprobs import token_logprobs
 from mlx_paged_attention.sampling.row import SamplingRow
 from mlx_paged_attention.sampling.sampler import PendingSample, launch
@@ -157,21 +159,30 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps of one model on one pool. A function of the plans it is given, in order."""
+    """Runs steps of one model on one pool. A function of the plans it is given, in order.
 
-    def __init__(self, host: ModelHost, pool: KVPool, layout: Layout) -> None:
+    Args:
+        spec: what the model keeps; ``pool`` was made for it.
+    """
+
+    def __init__(self, host: ModelHost, spec: ModelCacheSpec, pool: KVPool, layout: Layout) -> None:
         self._host = host
         self._pool = pool
         self._layout = layout
-        self._caches = [PagedLayerCache(layer, host.context, dense=layout.dense) for layer in pool.layers]
+        context, dense, one_row = host.context, layout.dense, not layout.batch_rows
+        layers = [PagedLayerCache(layer, context, dense=dense, one_row=one_row) for layer in pool.layers]
+        self._states = StatePool([state.num_arrays for state in spec.states])
+        unused = UnusedCache(context, dense=dense, one_row=one_row)
+        self._cache = ModelCache(spec.make_cache(layers, self._states.caches, unused), layers)
         self._rows: dict[str, RunnerRow] = {}
         self._tables = BlockTables()
         # The tokens that the last step sampled, on the device, and each request's place among them.
         self._last: tuple[mx.array | None, dict[str, int]] = (None, {})
+        self._new_states: list[mx.array] = []  # stated by the step that is being launched
         self._compiled: CompiledStep | None = None
         if layout.compiled:
             assert isinstance(pool, KernelPool)
-            self._compiled = CompiledStep(host, self._caches, pool)
+            self._compiled = CompiledStep(host, self._cache, pool)
 
     @property
     def runs_ahead(self) -> bool:
@@ -196,7 +207,7 @@ class ModelRunner:
             pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states)
             for row in states:
                 row.expect()
-        state = self._pool.state
+        state, self._new_states = [*self._pool.state, *self._new_states], []
         mx.async_eval(state, [] if pending is None else pending.arrays)
         token_ids = None if pending is None else pending.token_ids
         self._last = (token_ids, {key: i for i, key in enumerate(sampled)})
@@ -214,6 +225,7 @@ class ModelRunner:
                 self._pool.block_size,
                 pack_limit=self._pool.pack_limit if self._layout.pack else 1,
                 batch_rows=self._layout.batch_rows,
+                first_alone=bool(self._states.caches),
             )
         ]
 
@@ -240,7 +252,11 @@ class ModelRunner:
             sampled = self._sampled_tokens(batch, tokens.size)
             if sampled is not None:
                 tokens = mx.where(tokens == UNKNOWN_TOKEN, sampled.reshape(tokens.shape), tokens)
-            logits = self._host.forward(tokens, batch.attention, self._caches, mx.array(wanted))
+            self._states.load([row.state_from for row in batch.planned])
+            logits = self._host.forward(tokens, batch.attention, self._cache, mx.array(wanted))
+            self._new_states += self._states.store(
+                [row.state_from for row in batch.planned], [row.state_to for row in batch.planned]
+            )
         return ForwardOutput(batch.planned, np.cumsum(counts), logits)
 
     def _sampled_tokens(self, batch: BatchInput, length: int) -> mx.array | None:

@@ -3,18 +3,17 @@
 import copy
 import importlib.util
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlx_paged_attention.cache.block_table import BlockTable
-from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
+from mlx_paged_attention.models.cache_spec import ModelCacheSpec, observe_cache
 from mlx_paged_attention.models.forward import ForwardContext
-from mlx_paged_attention.models.kv_spec import observe_kv_specs
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.layer import AttentionLayer
@@ -47,7 +46,7 @@ class PagedKVCache(PagedLayerCache):
         self._length = 0
 
     @property
-    def offset(self) -> int:  # type: ignore[override]
+    def offset(self) -> int:
         """Tokens that the layer holds."""
         return self._length
 
@@ -59,8 +58,8 @@ class PagedKVCache(PagedLayerCache):
         self._length += length
         return super().update_and_fetch(keys, values)
 
-    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        out = super().attend(queries, scale, sinks)
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None, mask: Any) -> mx.array:
+        out = super().attend(queries, scale, sinks, mask)
         self.settle()
         return out
 
@@ -157,7 +156,7 @@ class _Sequence(ForwardContext):
         )
 
 
-def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: int = 16) -> list[PagedKVCache]:
+def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: int = 16) -> list[Any]:
     """A cache for ``mlx_lm.generate(..., prompt_cache=...)`` that keeps keys and values in blocks.
 
     Takes the place of mlx-lm's ``make_prompt_cache``: on a GPU the project's kernels write new
@@ -171,29 +170,36 @@ def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: in
         block_size: tokens per block.
 
     Returns:
-        One cache per layer, for one sequence. Trimming is exact, windows included. ``copy.deepcopy``
-        of the list forks the sequence: both share the blocks there are, in the memory there is, and
-        the first to write into a partly filled one gets a copy of that block. It cannot be saved to a file.
+        What the model is to be called with, for one sequence: a :class:`PagedKVCache` wherever it
+        keeps keys and values, mlx-lm's own caches for states of recurrent layers. Trimming is exact,
+        windows included; states cannot be trimmed. ``copy.deepcopy`` of the list forks the sequence:
+        both share the blocks there are, in the memory there is, and the first to write into a
+        partly filled one gets a copy of that block. It cannot be saved to a file.
 
     Raises:
-        UnsupportedModelError: the model keeps something else than keys and values, or does not
-            compute the same.
+        UnsupportedModelError: the model keeps something else, no keys and values at all, or does
+            not compute the same.
         InvalidRequestError: a number is below 1.
     """
     for name, value in (("max_tokens", max_tokens), ("block_size", block_size)):
         if value < 1:
             raise InvalidRequestError(f"{name} must be at least 1, not {value}", name)
-    specs = observe_kv_specs(model, block_size=block_size)
     rebind_attention()
+    spec = observe_cache(model, block_size=block_size)
+    if not spec.layers:
+        raise UnsupportedModelError(
+            "the model keeps no keys and values, so that there is nothing to page: "
+            "use mlx_lm's make_prompt_cache"
+        )
     failures = []
-    for dense in (False, True):
+    for dense in (True,) if spec.own_masks else (False, True):
         try:
-            error = _error(model, _caches(specs, sum(_CHECK), dense=dense))
+            error = _error(model, *_caches(spec, sum(_CHECK), dense=dense))
         except Exception as exception:  # whatever model code raises is the verdict
             failures.append(f"{type(exception).__name__}: {exception}")
             continue
-        if error <= TOLERANCE[specs[0].planes[0].dtype]:
-            return _caches(specs, max_tokens, dense=dense)
+        if error <= TOLERANCE[spec.dtype]:
+            return _caches(spec, max_tokens, dense=dense)[0]
         failures.append(f"off by {error:.2g} standard deviations")
     raise UnsupportedModelError(
         "the model does not compute on a paged cache what it computes in mlx_lm "
@@ -201,28 +207,30 @@ def make_paged_cache(model: nn.Module, *, max_tokens: int = 4096, block_size: in
     )
 
 
-def _caches(specs: Sequence[LayerKVSpec], max_tokens: int, *, dense: bool) -> list[PagedKVCache]:
-    block_size = specs[0].planes[0].shape[1]
-    num_blocks = 1 + -(-max_tokens // block_size)
+def _caches(spec: ModelCacheSpec, max_tokens: int, *, dense: bool) -> tuple[list[Any], list[PagedKVCache]]:
+    """What the model is called with, and the paged caches in it."""
+    num_blocks = 1 + -(-max_tokens // spec.block_size)
     # The loop that reads host memory is made for float32, and for machines without a GPU.
     on_host = (
         mx.default_device() == mx.Device(mx.cpu)
-        and all(plane.dtype == "float32" for spec in specs for plane in spec.planes)
+        and all(plane.dtype == "float32" for layer in spec.layers for plane in layer.planes)
         and importlib.util.find_spec("numba") is not None
     )
-    pool = make_pool(specs, num_blocks, host=on_host)
-    sequence = _Sequence(pool, BlockTable.in_new_pool(num_blocks, block_size), max_tokens, [])
-    return [PagedKVCache(layer, sequence, dense=dense) for layer in pool.layers]
+    pool = make_pool(spec, num_blocks, host=on_host)
+    sequence = _Sequence(pool, BlockTable.in_new_pool(num_blocks, spec.block_size), max_tokens, [])
+    layers = [PagedKVCache(layer, sequence, dense=dense) for layer in pool.layers]
+    states = [ArraysCache(state.num_arrays) for state in spec.states]
+    return spec.make_cache(layers, states, KVCache()), layers
 
 
-def _error(model: nn.Module, caches: list[PagedKVCache]) -> float:
+def _error(model: nn.Module, cache: list[Any], layers: list[PagedKVCache]) -> float:
     """Largest difference of logits to mlx-lm's, in standard deviations."""
     tokens = [(37 * i * i + 101 * i + 3) % 97 for i in range(sum(_CHECK))]
     reference = mlx_lm_logits(model, tokens)
     logits, begin = [], 0
     for length in _CHECK:
-        output: Any = model(mx.array([tokens[begin : begin + length]]), cache=caches)
-        settled = [cache.settle() for cache in caches]  # every cache must be
+        output: Any = model(mx.array([tokens[begin : begin + length]]), cache=cache)
+        settled = [layer.settle() for layer in layers]  # every cache must be
         if not all(settled):
             raise UnsupportedModelError("a layer fetched keys but never attended with them")
         logits.append(np.array(output[0].astype(mx.float32)))

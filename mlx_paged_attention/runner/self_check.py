@@ -15,8 +15,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.errors import UnsupportedModelError
+from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
 from mlx_paged_attention.runner.model_host import ModelHost
@@ -25,14 +25,14 @@ from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepPlan
 
 # Tokens each sequence computes in each step: chunks first, then a mixed step, then decode.
-_STEPS = ((6, 9, 4), (11, 1, 3), (1, 1, 40), (1, 1, 1), (1, 1, 1))
+_STEPS = ((6, 9, 4, 1), (11, 1, 3, 1), (1, 1, 40, 1), (1, 1, 1, 1), (1, 1, 1, 1))
 
 # Largest |difference| of logits, in standard deviations of the reference's. Wrong positions or a
 # wrong mask move them by about 3; rounding in a half-precision type by a few hundredths.
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
 
 
-def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int, on_host: bool) -> Layout:
+def choose_layout(host: ModelHost, spec: ModelCacheSpec, *, vocab_size: int, on_host: bool) -> Layout:
     """The fastest layout that is exact for this model.
 
     Raises:
@@ -44,11 +44,11 @@ def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int,
         for s, length in enumerate(lengths)
     ]
     references = [mlx_lm_logits(host.model, prompt) for prompt in prompts]
-    tolerance = TOLERANCE[specs[0].planes[0].dtype]
+    tolerance = TOLERANCE[spec.dtype]
     failures = []
-    for layout in _candidates(specs, on_host=on_host):
+    for layout in _candidates(spec, on_host=on_host):
         try:
-            error = _error(host, specs, layout, prompts, references, on_host=on_host)
+            error = _error(host, spec, layout, prompts, references, on_host=on_host)
         except Exception as exception:  # whatever model code raises is this layout's verdict
             failures.append(f"{layout.name}: {type(exception).__name__}: {exception}")
             continue
@@ -61,9 +61,13 @@ def choose_layout(host: ModelHost, specs: list[LayerKVSpec], *, vocab_size: int,
     )
 
 
-def _candidates(specs: list[LayerKVSpec], *, on_host: bool) -> Iterator[Layout]:
-    compiles = isinstance(make_pool(specs, 1, host=on_host), KernelPool)
+def _candidates(spec: ModelCacheSpec, *, on_host: bool) -> Iterator[Layout]:
+    compiles = not spec.states and isinstance(make_pool(spec, 1, host=on_host), KernelPool)
     for layout in LAYOUTS:
+        if spec.own_masks and not layout.dense:
+            continue  # only the model itself knows its mask
+        if spec.states and layout.pack:
+            continue  # a row is not a sequence there
         if compiles and not layout.dense:
             yield layout.with_compiled_steps()
         yield layout
@@ -76,18 +80,18 @@ def mlx_lm_logits(model: nn.Module, tokens: list[int]) -> NDArray[np.float32]:
 
 def _error(
     host: ModelHost,
-    specs: list[LayerKVSpec],
+    spec: ModelCacheSpec,
     layout: Layout,
     prompts: list[list[int]],
     references: list[NDArray[np.float32]],
     *,
     on_host: bool,
 ) -> float:
-    block_size = specs[0].planes[0].shape[1]
+    block_size = spec.block_size
     needed = [-(-len(prompt) // block_size) for prompt in prompts]
     ids = list(range(1, 1 + sum(needed)))
     random.Random(0).shuffle(ids)
-    runner = ModelRunner(host, make_pool(specs, 1 + sum(needed), host=on_host), layout)
+    runner = ModelRunner(host, spec, make_pool(spec, 1 + sum(needed), host=on_host), layout)
     names = [str(i) for i in range(len(prompts))]
     done = [0] * len(prompts)
     worst = 0.0
@@ -101,7 +105,8 @@ def _error(
         for i, count in enumerate(counts):
             blocks, ids = (ids[: needed[i]], ids[needed[i] :]) if step == 0 else ([], ids)
             tokens = prompts[i][done[i] : done[i] + count]
-            rows.append(PlannedRow(names[i], tokens, done[i], blocks, done[i], sample=True))
+            slots = (i + 1 if step else 0, i + 1)
+            rows.append(PlannedRow(names[i], tokens, done[i], blocks, done[i], True, *slots))
             done[i] += count
         for row, logits in chain.from_iterable(runner.forward(StepPlan(step, new, rows, []))):
             assert logits is not None

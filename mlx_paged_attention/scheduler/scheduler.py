@@ -194,6 +194,7 @@ class Scheduler:
                     share.new_block_ids,
                     share.write_from,
                     sample,
+                    *self.manager.plan_state(request.request_id, end),
                 )
             )
             request.num_computed_tokens = end
@@ -227,6 +228,10 @@ class Scheduler:
         if missing:
             raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")
         self._in_flight.pop(plan.step).end()
+        for row in plan.rows:
+            if requests[row.request_id].status is RequestStatus.RUNNING:
+                end = row.start + len(row.token_ids)
+                self.manager.publish_state(requests[row.request_id], end, row.state_to)
         results = []
         for row_output in output.rows:
             request, row = requests[row_output.request_id], planned[row_output.request_id]
@@ -290,6 +295,8 @@ class Scheduler:
                     index += 1
                     continue
                 num_tokens = 1
+            else:
+                num_tokens = self.manager.chunk_end(request, start, start + num_tokens) - start
             new_block_ids = allocate(request, num_tokens)
             if unknown and new_block_ids is None:  # nobody loses blocks to what may be for nobody
                 index += 1
@@ -327,6 +334,9 @@ class Scheduler:
             if num_tokens > budget and not self._chunked:
                 break
             num_tokens = min(num_tokens, budget)
+            if self._chunked:
+                end = hit.num_tokens + num_tokens
+                num_tokens = manager.chunk_end(request, hit.num_tokens, end, hit) - hit.num_tokens
             block_ids = manager.allocate_slots(
                 request, num_tokens, hit, whole_sequence=True, reserved_blocks=reserved
             )

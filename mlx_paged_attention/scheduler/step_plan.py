@@ -36,6 +36,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
         write_from: positions below it already hold their keys and values in a published
             block and must not be written (a fully cached prompt recomputes its last token).
         sample: whether the last token's logits become a new token.
+        state_from: the slot that recurrent layers go on from; 0 before the first token.
+        state_to: the slot for their state after these tokens; 0 if the model has no such layers.
     """
 
     request_id: str
@@ -44,6 +46,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
     new_block_ids: list[int]
     write_from: int
     sample: bool
+    state_from: int = 0
+    state_to: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from mlx_paged_attention.models import seam
 from mlx_paged_attention.models.forward import ForwardContext
 from mlx_paged_attention.models.seam import (
     PagedLayerCache,
+    UnusedCache,
     rebind_attention,
     scaled_dot_product_attention,
 )
@@ -39,7 +40,7 @@ def batch(starts, queries=1):
 @pytest.fixture
 def context():
     yield ForwardContext()
-    assert not seam._pending, "keys were left behind"
+    assert not seam.waiting_for_attention, "keys were left behind"
 
 
 def make_cache(context, *, dense=False, window=None, num_blocks=10):
@@ -104,12 +105,42 @@ def test_layers_whose_calls_interleave_attend_each_over_their_own(context):
     assert other.settle()
 
 
+def test_a_layer_without_keys_of_its_own_attends_to_anothers(context):
+    cache, history = make_cache(context), []
+    for step in range(5):
+        context.batch = batch([step])
+        q, k, v = tokens(1, seed=step)
+        history.append((k, v))
+        cache.update_and_fetch(k, v)
+        cache.keys = mx.depends(cache.keys, q)  # as models do for the sake of evaluation
+        outs = [
+            scaled_dot_product_attention(part, *cache.keys_and_values(), cache, 1.0, None)
+            for part in (q, q * 0.5)
+        ]
+        assert cache.settle()
+        whole = [mx.concatenate(list(part), axis=2) for part in zip(*history, strict=True)]
+        for out, part in zip(outs, (q, q * 0.5), strict=True):
+            np.testing.assert_allclose(np.array(out), plain(part, *whole), atol=1e-5)
+
+
+def test_a_layer_that_keeps_nothing_still_knows_positions_and_masks(context):
+    cache = UnusedCache(context, dense=False)
+    context.batch = batch([3, 5])
+    assert cache.offset.tolist() == [3, 5]
+    assert cache.size() == 6
+    assert cache.make_mask(1) is None
+    assert UnusedCache(context, dense=True).make_mask(1).shape == (2, 1, 1, 6)
+    context.batch = batch([3])
+    assert UnusedCache(context, dense=True, one_row=True).offset == 3
+    context.batch = None
+
+
 def test_keys_from_elsewhere_go_to_mlx_lm(context):
     q, k, v = tokens(1, 5)
     cache = KVCache()
     keys, values = cache.update_and_fetch(k, v)
     out = scaled_dot_product_attention(q, keys, values, cache, scale=0.5, mask="causal")
-    expected = seam._mlx_lm_attention(q, k, v, None, 0.5, "causal")
+    expected = seam.mlx_lm_attention(q, k, v, None, 0.5, "causal")
     np.testing.assert_array_equal(np.array(out), np.array(expected))
 
 
@@ -117,9 +148,9 @@ def test_keys_that_were_never_attended_to_are_reported_and_forgotten(context):
     cache = make_cache(context)
     context.batch = batch([0])
     cache.update_and_fetch(*tokens(1)[1:])
-    assert len(seam._pending) == 1
+    assert len(seam.waiting_for_attention) == 1
     assert not cache.settle()
-    assert not seam._pending
+    assert not seam.waiting_for_attention
     assert cache.settle()
 
 
@@ -187,7 +218,7 @@ def test_rebinding_reaches_every_loaded_model_module_and_those_loaded_later():
 
     rebind_attention()
     assert llama.scaled_dot_product_attention is scaled_dot_product_attention
-    assert base.scaled_dot_product_attention is seam._mlx_lm_attention
+    assert base.scaled_dot_product_attention is seam.mlx_lm_attention
     late = ModuleType("mlx_lm.models.late")
     late.sdpa = base.scaled_dot_product_attention
     late.other = len

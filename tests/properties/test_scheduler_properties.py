@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mlx_paged_attention.cache.state_slots import StateSlots
 from mlx_paged_attention.errors import RequestTooLongError
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
 from mlx_paged_attention.scheduler.scheduler import Scheduler
@@ -39,13 +40,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "enable_chunked_prefill": st.booleans(),
             }
         ),
+        snapshots=st.sampled_from([None, None, 0, 1, 5]),
     )
-    def start(self, num_blocks: int, block_size: int, cache: dict[str, Any], options: dict[str, Any]) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        cache: dict[str, Any],
+        options: dict[str, Any],
+        snapshots: int | None,
+    ) -> None:
+        """``snapshots``: slots for states beyond what requests need; ``None`` is a model without states."""
         if not options["enable_chunked_prefill"]:
             options = {**options, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
         self.manager = make_manager(
             num_blocks, block_size, on_evict=lambda *block: self.evicted.append(block), **cache
         )
+        if snapshots is not None:
+            self.manager.states = StateSlots(1 + 2 * options["max_num_seqs"] + snapshots, block_size)
         self.scheduler = Scheduler(self.manager, max_model_len=MAX_MODEL_LEN, **options)
         self.runner = FakeRunner(block_size)
         self.evicted: list[tuple[int, bytes]] = []

@@ -6,8 +6,7 @@ from typing import Any
 
 from mlx_lm.utils import load_model
 
-from mlx_paged_attention.cache.spec import LayerKVSpec
-from mlx_paged_attention.models.kv_spec import observe_kv_specs
+from mlx_paged_attention.models.cache_spec import ModelCacheSpec, observe_cache
 from mlx_paged_attention.runner.kv_pool import make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
 from mlx_paged_attention.runner.model_host import ModelHost
@@ -16,23 +15,23 @@ from mlx_paged_attention.sampling.params import RowSampling
 from mlx_paged_attention.scheduler.step_plan import NewRow, PlannedRow, StepOutput, StepPlan
 
 BLOCK_SIZE = 16
-PACKED, ROWS, DENSE, ALONE = LAYOUTS
+PACKED, ROWS, ROWS_ALONE, DENSE, ALONE = LAYOUTS
 
 
-def load_host(directory: Path) -> tuple[ModelHost, list[LayerKVSpec]]:
+def load_host(directory: Path) -> tuple[ModelHost, ModelCacheSpec]:
     model, _ = load_model(directory)
     host = ModelHost(model)
-    return host, observe_kv_specs(model, block_size=BLOCK_SIZE)
+    return host, observe_cache(model, block_size=BLOCK_SIZE)
 
 
 class StepDriver:
     """One runner, and for each request its tokens, its blocks and how far it is computed."""
 
     def __init__(
-        self, host: ModelHost, specs: list[LayerKVSpec], layout: Layout = PACKED, *, on_host: bool = True
+        self, host: ModelHost, spec: ModelCacheSpec, layout: Layout = PACKED, *, on_host: bool = True
     ) -> None:
         num_blocks = 64
-        self.runner = ModelRunner(host, make_pool(specs, num_blocks, host=on_host), layout)
+        self.runner = ModelRunner(host, spec, make_pool(spec, num_blocks, host=on_host), layout)
         self.tokens: dict[str, list[int]] = {}
         self.plans: list[StepPlan] = []
         self._free = [(5 * i) % (num_blocks - 1) + 1 for i in range(num_blocks - 1)]

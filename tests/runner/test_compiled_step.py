@@ -99,12 +99,12 @@ def test_compiled_steps_sample_what_plain_operations_sample(tiny_model, kernels,
     monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 20))
     tokens = []
     for compiled in (False, True):
-        host, specs = load_host(tiny_model(name))
+        host, spec = load_host(tiny_model(name))
         with monkeypatch.context() as patch:
             if not compiled:  # plain operations of MLX, wherever this runs
                 patch.setattr(KernelLayer, "supports", staticmethod(lambda spec: False))
             chosen = layout.with_compiled_steps() if compiled else layout
-            driver = StepDriver(host, specs, chosen, on_host=False)
+            driver = StepDriver(host, spec, chosen, on_host=False)
         assert isinstance(driver.runner._pool, KernelPool) is compiled
         for request, length in (("a", 21), ("b", 1), ("c", 15), ("d", 17)):
             driver.add(request, varied_prompt(length, length))
@@ -115,8 +115,8 @@ def test_compiled_steps_sample_what_plain_operations_sample(tiny_model, kernels,
 def test_a_step_may_start_from_tokens_that_are_still_on_the_device(tiny_model, oracle, kernels, monkeypatch):
     """A decode step and a mixed one, their rows in other orders than those of the step before."""
     monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 1000))
-    host, specs = load_host(tiny_model("llama"))
-    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+    host, spec = load_host(tiny_model("llama"))
+    driver = StepDriver(host, spec, PACKED.with_compiled_steps(), on_host=False)
     prompts = {
         name: varied_prompt(length, length) for name, length in (("a", 21), ("b", 3), ("c", 15), ("d", 17))
     }
@@ -141,8 +141,8 @@ def test_a_step_may_start_from_tokens_that_are_still_on_the_device(tiny_model, o
 
 def test_after_a_launch_that_failed_steps_are_right(tiny_model, oracle, kernels, monkeypatch):
     """The failure comes with a step in flight and half of the pool written."""
-    host, specs = load_host(tiny_model("llama"))
-    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+    host, spec = load_host(tiny_model("llama"))
+    driver = StepDriver(host, spec, PACKED.with_compiled_steps(), on_host=False)
     prompts = {name: varied_prompt(length, length) for name, length in (("a", 21), ("b", 3), ("c", 15))}
     for name in "ab":
         driver.add(name, prompts[name])
@@ -166,8 +166,8 @@ def test_after_a_launch_that_failed_steps_are_right(tiny_model, oracle, kernels,
 @pytest.mark.parametrize("kind", [DecodeShape, MixedShape])
 def test_the_check_at_load_covers_compiled_steps(tiny_model, kernels, monkeypatch, kind):
     monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 1000))
-    host, specs = load_host(tiny_model("llama"))
-    layout = choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=False)
+    host, spec = load_host(tiny_model("llama"))
+    layout = choose_layout(host, spec, vocab_size=VOCAB_SIZE, on_host=False)
     assert layout == PACKED.with_compiled_steps()
 
     unpack = kind.unpack
@@ -178,12 +178,12 @@ def test_the_check_at_load_covers_compiled_steps(tiny_model, kernels, monkeypatc
         return tokens, batch, wanted
 
     monkeypatch.setattr(kind, "unpack", shifted)
-    assert choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=False) is PACKED
+    assert choose_layout(host, spec, vocab_size=VOCAB_SIZE, on_host=False) is PACKED
 
 
 def test_a_bucket_is_traced_once(tiny_model, traced, monkeypatch):
-    host, specs = load_host(tiny_model("llama"))
-    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+    host, spec = load_host(tiny_model("llama"))
+    driver = StepDriver(host, spec, PACKED.with_compiled_steps(), on_host=False)
     for request in "abc":
         driver.add(request, varied_prompt(5, 1))
     monkeypatch.setattr(packing, "GATHER_BEYOND", {"metal": 1000})
@@ -201,8 +201,8 @@ def test_a_bucket_is_traced_once(tiny_model, traced, monkeypatch):
 
 def test_compiled_steps_take_the_pool_that_is_there(tiny_model, traced):
     """A captured pool would be a constant: what replaced it would never be seen."""
-    host, specs = load_host(tiny_model("llama"))
-    driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+    host, spec = load_host(tiny_model("llama"))
+    driver = StepDriver(host, spec, PACKED.with_compiled_steps(), on_host=False)
     driver.add("a", varied_prompt(5, 1))
     driver.step(a=5)
     pool = driver.runner._pool
@@ -217,8 +217,8 @@ def test_compiled_steps_take_the_pool_that_is_there(tiny_model, traced):
 
 def test_nothing_is_kept_alive(tiny_model, traced):
     def serve():
-        host, specs = load_host(tiny_model("llama"))
-        driver = StepDriver(host, specs, PACKED.with_compiled_steps(), on_host=False)
+        host, spec = load_host(tiny_model("llama"))
+        driver = StepDriver(host, spec, PACKED.with_compiled_steps(), on_host=False)
         driver.add("a", varied_prompt(5, 1))
         for count in (5, 1, 1):
             driver.step(a=count)

@@ -216,12 +216,12 @@ class CountingHead(nn.Linear):
 
 
 def test_logits_are_computed_for_the_rows_that_need_them_alone(loaded, tiny_model):
-    host, specs = load_host(tiny_model("llama"))
+    host, spec = load_host(tiny_model("llama"))
     plain = host.model.lm_head
     head = CountingHead(1, 1, bias=False)
     head.weight = plain.weight
     host.model.lm_head = head
-    driver = StepDriver(ModelHost(host.model), specs)
+    driver = StepDriver(ModelHost(host.model), spec)
     for name, prompt in PROMPTS.items():
         driver.add(name, prompt, prompt_logprobs=0 if name == "c" else None)
 
@@ -255,7 +255,7 @@ def test_a_model_that_raises_leaves_the_seam_clean_and_the_next_step_right(loade
         patch.setattr(llama, "scaled_dot_product_attention", raising)
         with pytest.raises(RuntimeError, match="out of memory"):
             driver.runner.launch(plan).read()
-    assert not seam._pending
+    assert not seam.waiting_for_attention
     assert loaded[0].context.batch is None
     assert loaded[0].context.selected is None
 
@@ -301,7 +301,7 @@ def test_a_model_that_fetches_keys_and_never_attends_is_an_error(loaded, monkeyp
         patch.setattr(llama, "scaled_dot_product_attention", lambda q, *args, **kwargs: q)
         with pytest.raises(AssertionError, match="layer 0 fetched keys but never attended"):
             driver.step(a=5)
-    assert not seam._pending
+    assert not seam.waiting_for_attention
 
 
 def test_a_table_grows_beyond_its_first_capacity(driver, oracle):

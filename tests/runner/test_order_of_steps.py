@@ -45,10 +45,10 @@ def serve(directory, layout, prompts, *, num_blocks, budget=64, max_tokens=4):
 
     As in the engine, a step is launched before the one before it has been read.
     """
-    host, specs = load_host(directory)
+    host, spec = load_host(directory)
     manager = make_manager(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200)
-    runner = ModelRunner(host, make_pool(specs, num_blocks, host=False), layout)
+    runner = ModelRunner(host, spec, make_pool(spec, num_blocks, host=False), layout)
     for i, prompt in enumerate(prompts):
         scheduler.add_request(make_request(str(i), prompt, max_tokens=max_tokens))
     plans, in_flight = [], deque()

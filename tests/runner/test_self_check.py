@@ -8,7 +8,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import base, llama
 from mlx_lm.models.base import create_causal_mask
-from step_driver import ALONE, DENSE, PACKED, ROWS, load_host
+from mlx_lm.models.cache import KVCache
+from step_driver import ALONE, DENSE, PACKED, ROWS, ROWS_ALONE, load_host
 from tiny_models import TINY_MODELS, VOCAB_SIZE, WINDOW
 
 from mlx_paged_attention.errors import UnsupportedModelError
@@ -18,8 +19,8 @@ from mlx_paged_attention.runner.self_check import choose_layout
 EXPECTED = {"gemma2": ALONE}
 
 
-def choose(host, specs, *, on_host=True):
-    return choose_layout(host, specs, vocab_size=VOCAB_SIZE, on_host=on_host)
+def choose(host, spec, *, on_host=True):
+    return choose_layout(host, spec, vocab_size=VOCAB_SIZE, on_host=on_host)
 
 
 @pytest.fixture
@@ -37,16 +38,16 @@ def replace_attention(host, kind):
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_each_model_gets_the_fastest_layout_that_is_exact(tiny_model, name, on_host):
-    host, specs = load_host(tiny_model(name))
-    assert choose(host, specs, on_host=on_host) is EXPECTED.get(name, PACKED)
+    host, spec = load_host(tiny_model(name))
+    assert choose(host, spec, on_host=on_host) is EXPECTED.get(name, PACKED)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rounding_in_half_precision_is_no_difference(tiny_model, dtype):
-    host, specs = load_host(tiny_model("llama"))
+    host, spec = load_host(tiny_model("llama"))
     host.model.set_dtype(getattr(mx, dtype))
-    half = [replace(s, planes=tuple(replace(p, dtype=dtype) for p in s.planes)) for s in specs]
-    assert choose(host, half, on_host=False) is PACKED
+    half = [replace(s, planes=tuple(replace(p, dtype=dtype) for p in s.planes)) for s in spec.layers]
+    assert choose(host, replace(spec, layers=tuple(half)), on_host=False) is PACKED
 
 
 class ComputesItsOwn(llama.Attention):
@@ -71,10 +72,10 @@ class ComputesItsOwn(llama.Attention):
 
 
 def test_a_model_with_attention_of_its_own_gets_the_dense_gather(llama_host):
-    host, specs = llama_host
+    host, spec = llama_host
     replace_attention(host, ComputesItsOwn)
-    assert choose(host, specs) is DENSE
-    assert choose(host, specs, on_host=False) is DENSE
+    assert choose(host, spec) is DENSE
+    assert choose(host, spec, on_host=False) is DENSE
 
 
 class OnePositionForAllRows(ComputesItsOwn):
@@ -89,9 +90,9 @@ class OnePositionForAllRows(ComputesItsOwn):
 
 
 def test_a_model_that_cannot_batch_runs_one_sequence_at_a_time(llama_host):
-    host, specs = llama_host
+    host, spec = llama_host
     replace_attention(host, OnePositionForAllRows)
-    assert choose(host, specs) is ALONE
+    assert choose(host, spec) is ALONE
 
 
 class CountsChunksFromZero(llama.Attention):
@@ -115,55 +116,69 @@ class DependsOnTheChunk(llama.Attention):
 
 @pytest.mark.parametrize("kind", [CountsChunksFromZero, IgnoresTheCache, DependsOnTheChunk])
 def test_a_model_that_is_exact_in_no_layout_is_refused_with_each_ones_error(llama_host, kind):
-    host, specs = llama_host
+    host, spec = llama_host
     replace_attention(host, kind)
     with pytest.raises(UnsupportedModelError, match=r"packed rows: off by .* use mlx_lm for it") as refused:
-        choose(host, specs)
-    for layout in (PACKED, ROWS, DENSE, ALONE):
+        choose(host, spec)
+    for layout in (PACKED, ROWS, ROWS_ALONE, DENSE, ALONE):
         assert f"{layout.name}: " in str(refused.value)
 
 
-class RaisesWhenPaged(llama.Attention):
+class WantsANumber(llama.Attention):
     def __call__(self, x, mask=None, cache=None):
         if isinstance(cache.offset, mx.array):
             raise TypeError("offset must be an int")
         return super().__call__(x, mask, cache)
 
 
+def test_a_model_that_takes_no_vector_of_offsets_runs_one_sequence_at_a_time(llama_host):
+    host, spec = llama_host
+    replace_attention(host, WantsANumber)
+    assert choose(host, spec) is ROWS_ALONE
+    assert choose(host, spec, on_host=False) is ROWS_ALONE
+
+
+class RaisesWhenPaged(llama.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        if not isinstance(cache, KVCache):
+            raise TypeError("offset must be an int")
+        return super().__call__(x, mask, cache)
+
+
 def test_a_model_that_raises_is_refused_with_what_it_raised(llama_host):
-    host, specs = llama_host
+    host, spec = llama_host
     replace_attention(host, RaisesWhenPaged)
     with pytest.raises(UnsupportedModelError, match="packed rows: TypeError: offset must be an int"):
-        choose(host, specs)
+        choose(host, spec)
     # Nothing of it stays behind.
     replace_attention(host, llama.Attention)
-    assert choose(host, specs) is PACKED
+    assert choose(host, spec) is PACKED
 
 
 def test_numbers_that_are_no_numbers_are_not_taken_for_agreement(llama_host):
-    host, specs = llama_host
+    host, spec = llama_host
     host.model.lm_head.weight = mx.full(host.model.lm_head.weight.shape, mx.nan)
     with pytest.raises(UnsupportedModelError, match="off by inf"):
-        choose(host, specs)
+        choose(host, spec)
 
 
 @pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, None])
 def test_a_window_off_by_one_is_noticed(tiny_model, window):
-    host, specs = load_host(tiny_model("gemma3"))
-    assert {spec.window for spec in specs} == {WINDOW, None}
-    wrong = [replace(spec, window=window) if spec.window else spec for spec in specs]
+    host, spec = load_host(tiny_model("gemma3"))
+    assert {layer.window for layer in spec.layers} == {WINDOW, None}
+    wrong = [replace(layer, window=window) if layer.window else layer for layer in spec.layers]
     # With the dense gather the model itself says how long its window is.
-    assert choose(host, wrong) is DENSE
+    assert choose(host, replace(spec, layers=tuple(wrong))) is DENSE
 
 
 def test_a_window_where_there_is_none_is_noticed(llama_host):
-    host, specs = llama_host
+    host, spec = llama_host
     with pytest.raises(UnsupportedModelError):
-        choose(host, [replace(specs[0], window=40), specs[1]])
+        choose(host, replace(spec, layers=(replace(spec.layers[0], window=40), spec.layers[1])))
 
 
 class SharesKeys(llama.Attention):
-    """Attends twice with the same keys; the second time mlx-lm's function sees the new keys alone."""
+    """Attends twice with the same keys, as layers do that share them."""
 
     def __call__(self, x, mask=None, cache=None):
         batch, length, _ = x.shape
@@ -179,15 +194,21 @@ class SharesKeys(llama.Attention):
         return self.o_proj((one + other).transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
-def test_keys_that_are_attended_to_twice_are_not_taken_for_the_whole_context(llama_host):
-    host, specs = llama_host
+def test_keys_that_are_attended_to_twice_are_found_in_the_pool_twice(llama_host):
+    host, spec = llama_host
     replace_attention(host, SharesKeys)
-    assert choose(host, specs) is DENSE
+    assert choose(host, spec) is PACKED
+    assert choose(host, spec, on_host=False) is PACKED
+
+
+def test_where_the_model_makes_its_own_masks_only_the_model_may_attend(llama_host):
+    host, spec = llama_host
+    assert choose(host, replace(spec, own_masks=True)) is DENSE
 
 
 def test_the_check_leaves_mlx_lm_as_it_was(llama_host, oracle):
-    host, specs = llama_host
-    choose(host, specs)
+    host, spec = llama_host
+    choose(host, spec)
     prompt = list(range(3, 40))
     logits = host.model(mx.array([prompt]))
     assert logits.shape == (1, 37, VOCAB_SIZE)
