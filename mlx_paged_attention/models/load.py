@@ -21,13 +21,13 @@ from mlx_paged_attention.models.gguf_tensors import (
     REQUANTISED_BITS,
     held_bytes,
 )
+from mlx_paged_attention.models.safetensors_files import weight_files
 from mlx_paged_attention.models.source import (
     ASSUMED_CONTEXT,
     ModelSource,
     checked_gguf_header,
     context_length,
     read_json,
-    weight_files,
 )
 
 _EXPANDED = "the {} weights were expanded to float32, which is faster on a CPU"
@@ -138,7 +138,7 @@ def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
     header = checked_gguf_header(path)
     config = config_from_gguf(header)
     types = Counter(tensor.type for tensor in header.tensors if tensor.type in QUANTISED)
-    stored = ", ".join(kind for kind, _ in types.most_common()) or None
+    stored = _named(types)
     if device == "cpu":
         dtype = "float32"
     elif dtype == "auto":
@@ -236,8 +236,8 @@ def _float32_bytes(model: nn.Module) -> int:
         owner, _, leaf = name.rpartition(".")
         if owner in packed and leaf in ("scales", "biases"):
             continue
-        per_item = 32 // modules[owner].bits if owner in packed and leaf == "weight" else 1
-        total += array.size * per_item * 4
+        bits = modules[owner].bits if owner in packed and leaf == "weight" else 32
+        total += array.size * 32 // bits * 4
     return total
 
 
@@ -290,12 +290,18 @@ def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def _quantisation(model: nn.Module) -> str | None:
+    """``"4-bit"``, ``"mxfp4"``, or several, most common first; ``None`` if nothing is packed."""
     formats = Counter(
-        f"{module.bits}-bit"
+        f"{module.bits}-bit" if getattr(module, "mode", "affine") == "affine" else module.mode
         for _, module in model.named_modules()
         if "scales" in module and hasattr(module, "bits")
     )
-    return formats.most_common(1)[0][0] if formats else None
+    return _named(formats)
+
+
+def _named(counts: Counter[str]) -> str | None:
+    """All that were counted, most common first."""
+    return ", ".join(sorted(counts, key=lambda name: (-counts[name], name))) or None
 
 
 def _float_type(model: nn.Module) -> str:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged_attention.models.default_model import DEFAULT_MODEL_NAME, fetch_default_model
 from mlx_paged_attention.models.gguf_header import LOADABLE_TYPES, GGUFHeader, read_gguf_header
+from mlx_paged_attention.models.safetensors_files import INDEX, check_weight_files
 
 # What a model needs to run; Python files and pickled weights are never fetched.
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_MAX_SAFETENSORS_HEADER = 100_000_000  # the format's own limit
 _CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -139,17 +139,8 @@ def check_directory(path: Path) -> None:
         raise ModelLoadError(f"{path / 'config.json'} names no model_type")
     if not _is_known(model_type := config["model_type"]):
         raise UnsupportedModelError(f"{path}: the installed mlx-lm does not know model type {model_type!r}")
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelLoadError(f"{index} has no weight_map")
-        missing = sorted({str(shard) for shard in weight_map.values() if not (path / str(shard)).is_file()})
-        if missing:
-            shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-            raise ModelLoadError(f"{path} lacks {shown}, which its index names: download it again")
-    for shard in weight_files(path):
-        _check_safetensors(shard)
+    index = path / INDEX
+    check_weight_files(path, read_json(index) if index.is_file() else None)
 
 
 def _is_known(model_type: Any) -> bool:
@@ -195,20 +186,6 @@ def stated_context(source: ModelSource) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory that mlx-lm loads.
-
-    Raises:
-        ModelLoadError: there are none.
-    """
-    files = sorted(path.glob("model*.safetensors"))
-    if not files:
-        raise ModelLoadError(
-            f"{path} holds no model*.safetensors; convert other formats with 'mlx_lm.convert'"
-        )
-    return files
-
-
 def checked_gguf_header(path: Path) -> GGUFHeader:
     """The header of a GGUF file whose tensors are complete and can all be loaded.
 
@@ -232,26 +209,6 @@ def checked_gguf_header(path: Path) -> GGUFHeader:
             "download it again"
         )
     return header
-
-
-def _check_safetensors(path: Path) -> None:
-    # Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data).
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_SAFETENSORS_HEADER):
-            raise ModelLoadError(f"{path} is cut short or no safetensors file; download it again")
-        try:
-            entries = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
-            end = 8 + length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise ModelLoadError(f"the header of {path} is damaged; download it again") from error
-    if end != size:
-        raise ModelLoadError(
-            f"{path} has {size} bytes, its header promises {end}: it is cut short or damaged; "
-            "download it again"
-        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -104,7 +104,9 @@ def test_on_a_cpu_half_precision_weights_become_float32(model):
 
 
 @pytest.mark.parametrize(
-    ("mode", "group_size", "bits"), [("affine", 32, 4), ("affine", 64, 8), ("mxfp4", 32, 4)]
+    ("mode", "group_size", "bits"),
+    [("affine", 32, bits) for bits in (2, 3, 4, 5, 6)]
+    + [("affine", 64, 8), ("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8)],
 )
 def test_on_a_cpu_quantised_layers_are_expanded_exactly(model, mode, group_size, bits):
     rewrite(model, halved)
@@ -112,7 +114,8 @@ def test_on_a_cpu_quantised_layers_are_expanded_exactly(model, mode, group_size,
     loaded = load(model)
     assert dtypes(loaded) == {"float32"}
     assert loaded.quantisation is None
-    assert loaded.notes == [f"the {bits}-bit weights were expanded to float32, which is faster on a CPU"]
+    name = f"{bits}-bit" if mode == "affine" else mode
+    assert loaded.notes == [f"the {name} weights were expanded to float32, which is faster on a CPU"]
     layer = packed.model.layers[1].mlp.up_proj
     if mode == "affine":  # from float32 scales: bfloat16 ones would round every weight
         scales, biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
@@ -187,8 +190,9 @@ def give_memory(monkeypatch, nbytes):
     monkeypatch.setattr(load_module.psutil, "virtual_memory", lambda: memory)
 
 
-def test_memory_is_counted_for_the_expanded_weights(model, monkeypatch):
-    quantise(model)
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_memory_is_counted_for_the_expanded_weights(model, bits, monkeypatch):
+    quantise(model, bits=bits)
     module, _ = mlx_lm_load(model)
     plain = load(model)
     exact = sum(array.nbytes for _, array in tree_flatten(plain.model.parameters()))
