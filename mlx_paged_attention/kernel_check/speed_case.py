@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
+from mlx_paged_attention.ops.kernels.make import upload
 from mlx_paged_attention.ops.kernels.work_list import work_list
 
 # Builds a graph of that many calls, each of which needs the one before it.
@@ -36,7 +37,7 @@ class SpeedCase:
         self.tables = [mx.array(table) for table in tables]
         self.contiguous = [[self._rows_of(pool, table) for pool in self.pools] for table in self.tables]
         self.lens = np.full(rows, context, np.int32)
-        self.device_lens = mx.array(self.lens)
+        self.device_lens = upload(self.lens)
 
     @staticmethod
     def _rows_of(pool: mx.array, table: mx.array) -> mx.array:

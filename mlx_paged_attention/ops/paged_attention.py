@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged_attention.ops.kernels.decode import TYPES, paged_decode, supports, threadgroups_per_item
-from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.kernels.make import backend, upload
 from mlx_paged_attention.ops.kernels.work_list import work_list
 
 
@@ -78,17 +78,17 @@ def paged_attention(
     # Kernels take arrays as they lie in memory. This copies nothing unless one is a strided view.
     k_pool, v_pool = mx.contiguous(k_pool), mx.contiguous(v_pool)
     block_tables = mx.contiguous(block_tables.astype(mx.int32))
-    context_lens = mx.contiguous(context_lens.astype(mx.int32))
+    lens = np.array(context_lens.astype(mx.int32))
     q = q[:, :, None]
     work = work_list(
-        np.array(context_lens),
+        lens,
         1,
         block_size=block_size,
         threadgroups_per_item=threadgroups_per_item(q, k_pool, v_pool),
         window=window,
     )
     out, _, _ = paged_decode(
-        q, k_pool, v_pool, block_tables, context_lens, work,
+        q, k_pool, v_pool, block_tables, upload(lens), work,
         scale=scale, window=window, sinks=sinks, softcap=softcap,
     )  # fmt: skip
     return out.squeeze(2)

@@ -11,7 +11,9 @@ from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.kernel_check.decode_case import LSE_FACTOR, TOLERANCE, DecodeCase
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
+from mlx_paged_attention.ops.kernels import decode
 from mlx_paged_attention.ops.kernels import work_list as work_lists
+from mlx_paged_attention.ops.kernels.make import upload
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 from mlx_paged_attention.ops.kernels.work_list import work_list
@@ -174,6 +176,27 @@ def test_a_batch_that_fills_the_chip_is_not_cut_and_a_long_row_alone_is(gpu, mon
     assert items_of_first_row([16384] + [100] * 30) >= 4  # the others take up some of the chip
     assert items_of_first_row([16384], capacity=5) <= 5
     assert items_of_first_row([0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "tiles", "expected"),
+    [
+        (mx.bfloat16, 128, 1, (3, 96 << 10)),
+        (mx.bfloat16, 128, 2, (2, 64 << 10)),  # what two tiles are merged in takes the place of a step
+        (mx.bfloat16, 64, 1, (6, 96 << 10)),
+        (mx.bfloat16, 256, 1, (2, 128 << 10)),  # one threadgroup on a multiprocessor
+        (mx.float32, 256, 1, (0, 0)),  # through registers
+    ],
+)
+def test_steps_are_fetched_ahead_as_far_as_shared_memory_has_room(dtype, dim, tiles, expected, monkeypatch):
+    monkeypatch.setattr(decode, "copies_to_shared_memory", lambda: True)
+    pool = mx.zeros((2, 2, 16, dim), dtype)
+    assert decode.stages(pool, pool, tiles) == expected
+
+
+def test_short_metadata_are_padded():
+    assert np.array(upload(np.array([7, 5], np.int32))).tolist() == [7, 5, 0, 0, 0, 0, 0, 0]
+    assert np.array(upload(np.arange(9, dtype=np.int32))).tolist() == list(range(9))
 
 
 def test_results_are_right_in_a_list_that_is_filled_up():

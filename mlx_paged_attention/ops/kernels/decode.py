@@ -1,26 +1,44 @@
 """paged_decode: attention of single tokens and short runs of queries over blocks, read where they lie."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged_attention.ops.kernels.make import Kernel, TemplateArgument, backend, unread
+from mlx_paged_attention.ops.kernels.make import (
+    Kernel,
+    TemplateArgument,
+    backend,
+    copies_to_shared_memory,
+    unread,
+)
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.work_list import SIMDGROUPS, WorkList
 
 _INPUTS = ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "after")
 _DECODE = Kernel("paged_decode", _INPUTS, ("out", "lse"))
-_DECODE_AND_MERGE = Kernel(
-    "paged_decode",
-    (*_INPUTS, "splits"),
-    ("out", "lse", "merged", "merged_lse"),
+_DECODE_AND_MERGE = replace(
+    _DECODE,
+    inputs=(*_INPUTS, "splits"),
+    outputs=("out", "lse", "merged", "merged_lse"),
     mutable=("splits",),
     tail="merge_last.cu",
 )
+# The same where keys and values come by way of shared memory.
+_STAGED, _STAGED_AND_MERGE = (replace(kernel, head="staged.cu") for kernel in (_DECODE, _DECODE_AND_MERGE))
 _MERGE = Kernel("merge_splits", ("parts", "lses", "splits", "sinks"), ("out", "lse"))
 
 # With so few there are fewer loads under way than the memory could serve, so that blocks are asked for
 # ahead of their loads (where the back end can); with more, that would only throw others out of the cache.
 FEW_THREADGROUPS = 32
+
+# Where keys and values come by way of shared memory, a multiprocessor has that of two threadgroups, less what
+# they merge their simdgroups' results in (for each tile); or of one, where two steps of that many bytes, one
+# under way while another is worked on, need more. More than a few steps would gain nothing.
+SHARED_MEMORY = 112 << 10
+MERGED_IN = 9 << 10
+LARGEST_STEP = 96 << 10
+MOST_STAGES = 6
 
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -47,6 +65,15 @@ def threadgroups_per_item(q: mx.array, k_pool: mx.array, v_pool: mx.array) -> in
     kv_heads = k_pool.shape[1]
     columns = q.shape[1] // kv_heads * q.shape[2]
     return int(kv_heads * -(-columns // (8 * tiles(q.dtype, k_pool, v_pool, columns))))
+
+
+def stages(k_pool: mx.array, v_pool: mx.array, tiles: int) -> tuple[int, int]:
+    """Steps that are fetched ahead through shared memory, and its bytes; 0 where registers do instead."""
+    step = 16 * SIMDGROUPS * (k_pool.shape[3] + v_pool.shape[3]) * k_pool.dtype.size
+    if not copies_to_shared_memory() or step > LARGEST_STEP:
+        return 0, 0
+    count = min(max(2, (SHARED_MEMORY - tiles * MERGED_IN) // step), MOST_STAGES)
+    return count, count * step
 
 
 def paged_decode(
@@ -90,6 +117,8 @@ def paged_decode(
     after = no_token() if after is None else after
     sink_values = unread() if sinks is None else sinks
     items = work.items.shape[0]
+    tiles_each = tiles(q.dtype, k_pool, v_pool, heads // kv_heads * queries)
+    ahead, shared_memory = stages(k_pool, v_pool, tiles_each)
     out_rows, out_type = (items, mx.float32) if work.split else (rows, q.dtype)
     template: list[tuple[str, TemplateArgument]] = [
         ("O", out_type),
@@ -100,7 +129,7 @@ def paged_decode(
         ("DK", head_dim),
         ("DV", v_dim),
         ("BS", block_size),
-        ("TILES", tiles(q.dtype, k_pool, v_pool, heads // kv_heads * queries)),
+        ("TILES", tiles_each),
         ("SG", SIMDGROUPS),
         ("WINDOW", window or 0),
         ("SOFTCAP", softcap is not None),
@@ -108,7 +137,9 @@ def paged_decode(
         ("CAP_BITS", _bits(softcap or 0.0)),
         ("SINKS", sinks is not None),
         ("SPLIT", work.split),
-        ("PREFETCH", rows * threadgroups_per_item(q, k_pool, v_pool) <= FEW_THREADGROUPS),
+        ("STAGES", ahead)
+        if ahead
+        else ("PREFETCH", rows * threadgroups_per_item(q, k_pool, v_pool) <= FEW_THREADGROUPS),
     ]
     inputs = [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, after]
     grid = (32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1)
@@ -116,17 +147,26 @@ def paged_decode(
     shapes = [_result_shape(out_rows, queries, heads, v_dim), (out_rows, queries, heads)]
     types = [out_type, mx.float32]
     if work.split and backend() == "cuda":
-        _, token, out, lse = _DECODE_AND_MERGE(
+        kernel = _STAGED_AND_MERGE if ahead else _DECODE_AND_MERGE
+        _, token, out, lse = kernel(
             [*inputs, work.splits],
             [*template, ("R", q.dtype)],
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=[*shapes, _result_shape(rows, queries, heads, v_dim), (rows, queries, heads)],
             output_dtypes=[*types, q.dtype, mx.float32],
+            shared_memory=shared_memory,
         )
     else:
-        out, lse = _DECODE(
-            inputs, template, grid=grid, threadgroup=threadgroup, output_shapes=shapes, output_dtypes=types
+        kernel = _STAGED if ahead else _DECODE
+        out, lse = kernel(
+            inputs,
+            template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=shapes,
+            output_dtypes=types,
+            shared_memory=shared_memory,
         )
         token = lse
         if work.split:

@@ -6,6 +6,9 @@ import mlx.core as mx
 
 from mlx_paged_attention.ops.kernels.make import Kernel
 
+# Longer than the 8 bytes that MLX keeps in the host's memory on CUDA, out of a kernel's reach but for the bus.
+TOKEN = (8,)
+
 _WRITE = Kernel("write_kv", ("k", "v", "k_pool", "v_pool", "slots", "after"), ("done",), ("k_pool", "v_pool"))
 _COPY = Kernel(
     "copy_blocks", ("k_pool", "v_pool", "source", "target", "after"), ("done",), ("k_pool", "v_pool")
@@ -44,7 +47,7 @@ def write_kv(
         [("S", k_pool.dtype), ("KH", kv_heads), ("DK", head_dim), ("DV", v_dim), ("BS", k_pool.shape[2])],
         grid=(kv_heads * max(head_dim, v_dim), rows * queries, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=[(1,)],
+        output_shapes=[TOKEN],
         output_dtypes=[mx.float32],
     )
     return done
@@ -68,7 +71,7 @@ def copy_blocks(
         [("KEY_BYTES", key_bytes), ("VALUE_BYTES", value_bytes)],
         grid=(max(key_bytes, value_bytes) // 16, source.shape[0], 1),
         threadgroup=(128, 1, 1),
-        output_shapes=[(1,)],
+        output_shapes=[TOKEN],
         output_dtypes=[mx.float32],
     )
     return done
@@ -99,7 +102,7 @@ def gather_kv(
         [("S", k_pool.dtype), ("DK", head_dim), ("DV", v_dim), ("KH", kv_heads), ("BS", block_size)],
         grid=((last - first) * parts, kv_heads, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=[(1, kv_heads, last - first, head_dim), (1, kv_heads, last - first, v_dim), (1,)],
+        output_shapes=[(1, kv_heads, last - first, head_dim), (1, kv_heads, last - first, v_dim), TOKEN],
         output_dtypes=[k_pool.dtype, v_pool.dtype, mx.float32],
     )
     return keys, values, done

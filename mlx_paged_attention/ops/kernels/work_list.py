@@ -1,6 +1,7 @@
 """WorkList: how the contexts of a batch are cut into pieces of about equal size, one per threadgroup."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -12,10 +13,29 @@ from mlx_paged_attention.ops.kernels.make import backend
 SIMDGROUPS = 4
 PIECE = 16 * SIMDGROUPS
 
-# Threadgroups at work at the same time. H200: 3 on each of 132 multiprocessors, which their registers
-# allow. Apple silicon: 3 on each of 40 cores, reckoned from the size of the registers, never measured;
-# smaller chips take several turns, larger ones are not quite filled.
-RESIDENT = {"cuda": 396, "metal": 120}
+
+class Chip(NamedTuple):
+    """What the estimate of :func:`_best_length` reckons with.
+
+    Attributes:
+        resident: threadgroups at work at the same time.
+        alone: how long one takes alone to advance by a piece, if as many as are resident take 1.
+        merging: how long it takes to merge, however many pieces.
+    """
+
+    resident: int
+    alone: float
+    merging: float
+
+
+# H200: 2 threadgroups on each of 132 multiprocessors, which their shared memory allows; half of them keep
+# the memory busy. Apple silicon: 3 on each of 40 cores, reckoned from the size of the registers; smaller
+# chips take several turns, larger ones are not quite filled. They have less under way than on an H200,
+# and another kernel merges; none of that was measured.
+CHIPS = {"cuda": Chip(264, 0.45, 0.65), "metal": Chip(120, 0.8, 2.0)}
+
+# Pieces of an item that is long at work.
+LONG = 64
 
 # Into how many items the longest context may be cut.
 _CUTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64])
@@ -67,7 +87,7 @@ def work_list(
 
 def capacity_for(rows: int, threadgroups_per_item: int) -> int:
     """Items that are enough for ``rows`` of any contexts."""
-    return rows + max(1, 2 * _resident() // threadgroups_per_item)
+    return rows + max(1, 2 * _chip().resident // threadgroups_per_item)
 
 
 def cut_contexts(
@@ -121,27 +141,29 @@ def cut_contexts(
     return items, splits
 
 
-def _resident() -> int:
-    return RESIDENT[backend() or "metal"]
+def _chip() -> Chip:
+    return CHIPS[backend() or "metal"]
 
 
 def _best_length(pieces: NDArray[np.int32], threadgroups_per_item: int, capacity: int | None) -> int:
     """Pieces per item with which a batch should take the least time.
 
     Time is counted in the time that a chip full of threadgroups takes to advance by a piece. The
-    constants fit what an H200 took (``benchmarks/cuda_kernels.py --tune``): memory is the limit, a
-    partly filled last wave uses it badly, a threadgroup alone cannot use it, each wave has to begin,
-    and merging many pieces costs more than merging few.
+    constants fit what the kernel alone took on an H200: memory is the limit, a partly filled last wave
+    uses it badly, and so do threadgroups that are long at work while others have come to their end; a
+    threadgroup alone cannot use it, each wave has to begin, and merging costs something.
     """
+    chip = _chip()
     lengths = np.maximum(-(-pieces.max() // _CUTS), 1)
     items = np.maximum(-(-pieces // lengths[:, None]), 1).sum(axis=1)
-    full = threadgroups_per_item / _resident()
+    full = threadgroups_per_item / chip.resident
     waves = items * full
     begun = np.ceil(waves)
-    memory = pieces.sum() * full * (1 + 0.45 * (begun / waves - 1))
+    memory = pieces.sum() * full * (1 + np.where(waves > 1, 0.9 * (begun - waves) / (waves * begun), 0.0))
     cuts = -(-pieces.max() // lengths)
-    merging = np.where(cuts <= 1, 0.0, np.where(cuts <= 8, 2.0, 5.5))
-    time = np.maximum(memory, 0.3 * lengths) + 0.8 * begun + merging
+    merging = np.where(cuts > 1, chip.merging + 0.03 * cuts, 0.0)
+    time = np.maximum(memory, chip.alone * lengths) + 1.2 * begun + merging
+    time *= np.where((waves > 1) & (lengths > LONG), 1.05, 1.0)
     best = 0
     for i in range(1, len(_CUTS)):
         fits = capacity is None or items[i] <= capacity

@@ -51,6 +51,55 @@ FUNC void load_words(uint* out, const S* from) {
   }
 }
 
+// ---- Copies into shared memory by the copy engine, which barriers count the bytes of (staged.cu).
+
+FUNC uint shared_address(const void* p) {
+  return uint(__cvta_generic_to_shared(p));
+}
+
+FUNC void barrier_init(void* barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
+}
+
+FUNC void barriers_are_made() {
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+FUNC void barrier_expect(void* barrier, uint bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+FUNC void barrier_wait(void* barrier, uint parity) {
+  asm volatile(
+      "{\n.reg .pred there;\nagain:\nmbarrier.try_wait.parity.shared.b64 there, [%0], %1;\n"
+      "@there bra done;\nbra again;\ndone:\n}"
+      :
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+}
+
+FUNC void fetch(void* to, const void* from, uint bytes, void* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :
+      : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+template <int WORDS, typename S>
+FUNC void take_words(uint* out, const S* from) {
+  if constexpr (WORDS == 4) {
+    *(uint4*)out = *(const uint4*)from;
+  } else if constexpr (WORDS == 2) {
+    *(uint2*)out = *(const uint2*)from;
+  } else {
+    out[0] = *(const uint*)from;
+  }
+}
+
 // The line of 128 bytes around an address, into the second-level cache.
 #define PREFETCH_LINE(address) asm volatile("prefetch.global.L2 [%0];" : : "l"(address))
 

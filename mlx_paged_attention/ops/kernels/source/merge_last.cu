@@ -14,47 +14,45 @@ __syncthreads();
 if (!is_last) return;
 __threadfence();
 
+// A thread merges 4 dimensions of a column, as many pieces at a time as their loads, which take as long as
+// all the rest, can be under way together.
+constexpr int AT_ONCE = 16;
 const size_t stride = size_t(queries) * H;  // from a piece to the next
-for (int column = sg; column < columns; column += SG) {
-  const int query = (first_column + column) / GROUP;
-  const int head = kv_head * GROUP + (first_column + column) % GROUP;
-  const float* from = lse + (size_t(first_piece) * queries + query) * H + head;
-  const float sink = SINKS ? float(sinks[head]) : -INFINITY;
-  float mine = -INFINITY, sum = 0.0f;
-  for (int i = lane; i < pieces; i += 32) {
-    const float x = __ldcg(from + i * stride);
-    if (x == -INFINITY) continue;
-    const float before = mine;
-    mine = max(mine, x);
-    sum = sum * fast::exp2((before - mine) * FLOAT_LOG2E) + fast::exp2((x - mine) * FLOAT_LOG2E);
-  }
-  const float highest = max(simd_max(mine), sink);
-  const float reference = highest == -INFINITY ? 0.0f : highest;
-  sum = simd_sum(sum * fast::exp2((mine - reference) * FLOAT_LOG2E));
-  sum += fast::exp2((sink - reference) * FLOAT_LOG2E);
-  if (lane == 0) {
-    peaks[0][column] = reference;
-    totals[0][column] = sum > 0.0f ? 1.0f / sum : 0.0f;
-    merged_lse[(size_t(row) * queries + query) * H + head] = sum > 0.0f ? highest + log(sum) : -INFINITY;
-  }
-}
-__syncthreads();
-
 for (int i = int(threadIdx.x); i < columns * (DV / 4); i += 32 * SG) {
   const int column = i / (DV / 4), dim = i % (DV / 4) * 4;
   const int query = (first_column + column) / GROUP;
   const int head = kv_head * GROUP + (first_column + column) % GROUP;
   const size_t from = (size_t(first_piece) * queries + query) * H + head;
+  float highest = SINKS ? float(sinks[head]) : -INFINITY;
+  float all = SINKS ? 1.0f : 0.0f;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  _Pragma("unroll 8") for (int p = 0; p < pieces; p++) {
-    const float w = fast::exp2((__ldcg(lse + from + p * stride) - peaks[0][column]) * FLOAT_LOG2E);
-    const float4 part = __ldcg((const float4*)(out + (from + p * stride) * DV + dim));
-    sum.x += w * part.x;
-    sum.y += w * part.y;
-    sum.z += w * part.z;
-    sum.w += w * part.w;
+  ROLLED for (int first = 0; first < pieces; first += AT_ONCE) {
+    float x[AT_ONCE];
+    float4 part[AT_ONCE];
+    UNROLL for (int p = 0; p < AT_ONCE; p++) {
+      const size_t at = from + (first + p) * stride;
+      x[p] = first + p < pieces ? __ldcg(lse + at) : -INFINITY;
+      part[p] = first + p < pieces ? __ldcg((const float4*)(out + at * DV + dim)) : make_float4(0, 0, 0, 0);
+    }
+    const float before = highest;
+    UNROLL for (int p = 0; p < AT_ONCE; p++) highest = max(highest, x[p]);
+    const float reference = highest == -INFINITY ? 0.0f : highest;
+    const float shrink = fast::exp2((before - reference) * FLOAT_LOG2E);
+    all *= shrink;
+    sum = make_float4(sum.x * shrink, sum.y * shrink, sum.z * shrink, sum.w * shrink);
+    UNROLL for (int p = 0; p < AT_ONCE; p++) {
+      const float w = fast::exp2((x[p] - reference) * FLOAT_LOG2E);
+      all += w;
+      sum.x += w * part[p].x;
+      sum.y += w * part[p].y;
+      sum.z += w * part[p].z;
+      sum.w += w * part[p].w;
+    }
   }
-  const float share = totals[0][column];
+  if (dim == 0) {
+    merged_lse[(size_t(row) * queries + query) * H + head] = all > 0.0f ? highest + log(all) : -INFINITY;
+  }
+  const float share = all > 0.0f ? 1.0f / all : 0.0f;
   const size_t to = ((size_t(row) * queries + query) * H + head) * DV + dim;
   merged[to] = R(sum.x * share);
   merged[to + 1] = R(sum.y * share);

@@ -78,6 +78,10 @@ UNROLL for (int t = 0; t < TILES; t++) {
 }
 
 constexpr int STEP = 16 * SG;
+
+// ---- How keys and values come: through registers, unless the text before says otherwise (staged.cu).
+
+#ifndef START_LOADING
 #ifdef PREFETCH_LINE
 // What is to be loaded a step later is put on its way into the cache.
 constexpr int AHEAD = PREFETCH ? STEP : 0;
@@ -99,11 +103,9 @@ constexpr int AHEAD = PREFETCH ? STEP : 0;
   }
 #else
 constexpr int AHEAD = 0;
+#define PREFETCH_STEP(from)
 #endif
 
-uint key_words[2][KEY_WORDS];
-int blocks[2];
-int position = begin + 16 * sg;
 #define LOAD_KEYS                                                                               \
   if ((position + 8 + AHEAD) / BS - table_begin >= 32) {                                        \
     table_begin = position / BS;                                                                \
@@ -119,12 +121,38 @@ int position = begin + 16 * sg;
     }                                                                                           \
   }
 
-if (position < end) {
-  LOAD_KEYS
-}
-#ifdef PREFETCH_LINE
-PREFETCH_STEP(position + AHEAD)
+#define START_LOADING               \
+  uint key_words[2][KEY_WORDS];     \
+  int blocks[2];                    \
+  int position = begin + 16 * sg;   \
+  if (position < end) {             \
+    LOAD_KEYS                       \
+  }                                 \
+  PREFETCH_STEP(position + AHEAD)
+
+// The keys are there; the values are asked for while the scores are worked out.
+#define TAKE_KEYS                                                                                 \
+  uint value_words[4][VALUE_WORDS];                                                               \
+  UNROLL for (int i = 0; i < 4; i++) {                                                            \
+    const int at = position + i / 2 * 8;                                                          \
+    const size_t from =                                                                           \
+        (size_t(blocks[i / 2]) * KH + kv_head) * (BS * DV) + (at % BS + c + i % 2) * DV + r * VW; \
+    UNROLL for (int j = 0; j < VE / VW; j++) {                                                    \
+      load_words<VW_WORDS>(value_words[i] + j * VW_WORDS, v_pool + from + j * 8 * VW);            \
+    }                                                                                             \
+  }
+
+// The next keys are on their way while these are worked on.
+#define TAKE_VALUES          \
+  const int here = position; \
+  position += STEP;          \
+  if (position < end) {      \
+    LOAD_KEYS                \
+  }                          \
+  PREFETCH_STEP(position + AHEAD)
 #endif
+
+START_LOADING
 
 // Addresses are simple where a query's elements lie side by side, as they nearly always do.
 Pair<M> query_pairs[TILES][KE / 2];
@@ -156,15 +184,7 @@ if (q_strides[3] == 1) {
 }
 
 while (position < end) {
-  uint value_words[4][VALUE_WORDS];
-  UNROLL for (int i = 0; i < 4; i++) {
-    const int at = position + i / 2 * 8;
-    const size_t from =
-        (size_t(blocks[i / 2]) * KH + kv_head) * (BS * DV) + (at % BS + c + i % 2) * DV + r * VW;
-    UNROLL for (int j = 0; j < VE / VW; j++) {
-      load_words<VW_WORDS>(value_words[i] + j * VW_WORDS, v_pool + from + j * 8 * VW);
-    }
-  }
+  TAKE_KEYS
 
   float scores[TILES][4];
   UNROLL for (int t = 0; t < TILES; t++) {
@@ -177,15 +197,7 @@ while (position < end) {
     }
   }
 
-  // The next keys are on their way while these are worked on.
-  const int here = position;
-  position += STEP;
-  if (position < end) {
-    LOAD_KEYS
-  }
-#ifdef PREFETCH_LINE
-  PREFETCH_STEP(position + AHEAD)
-#endif
+  TAKE_VALUES
 
   const bool edge = here < full_begin || here + 16 > full_end;
   if (edge) {
