@@ -26,7 +26,7 @@ part doctor 100 "$python" -m mlx_paged_attention doctor --kernels
 MLX_ENABLE_TF32=0 part tests 120 "$python" -m pytest -m gpu -n 8 --timeout 100 \
   tests/runner tests/ops/test_large_pools.py tests/ops/test_packing.py
 part kernels 80 "$python" benchmarks/cuda_kernels.py --skip-check
-part recipe 110 "$python" benchmarks/cuda_engine.py --parts recipe --budgets 2048,1024
+part recipe 110 "$python" benchmarks/cuda_engine.py --parts recipe --budgets 1024,2048
 part decode 110 "$python" benchmarks/cuda_engine.py --parts decode --models "0.6B bf16,8B bf16"
 part memory 80 "$python" benchmarks/cuda_engine.py --parts identity,long
 
