@@ -20,6 +20,7 @@ class EngineConfig:
     Attributes:
         model: Hugging Face repo id, MLX model directory or ``.gguf`` path; ``None`` is the
             bundled SmolLM2-135M-Instruct.
+        adapter_path: directory of a LoRA or DoRA adapter in mlx-lm's format, which is added to the weights.
         dtype: floating-point type of weights and KV cache. ``"auto"`` is the checkpoint's own
             on a GPU and ``float32`` on a CPU.
         block_size: tokens per KV block.
@@ -39,6 +40,7 @@ class EngineConfig:
     """
 
     model: str | None = None
+    adapter_path: str | None = None
     dtype: DType = "auto"
     block_size: int = 16
     num_blocks: int | None = None
@@ -53,8 +55,9 @@ class EngineConfig:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        if self.model is not None and not isinstance(self.model, str):
-            raise InvalidRequestError(f"model must be a string, not {type(self.model).__name__}", "model")
+        for name in ("model", "adapter_path"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, str):
+                raise InvalidRequestError(f"{name} must be a string, not {type(value).__name__}", name)
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         if self.device is not None:

@@ -41,7 +41,7 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> StartedEngi
         ModelLoadError, UnsupportedModelError, InvalidRequestError: it could not be loaded.
     """
     require_supported()
-    source = resolve(config.model, progress=progress is not None)
+    source = resolve(config.model, adapter=config.adapter_path, progress=progress is not None)
     _check_length(config.max_model_len, source)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
     engine = AsyncEngine(config, source, tokenizer, progress or (lambda _: None))

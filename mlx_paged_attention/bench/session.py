@@ -61,7 +61,7 @@ def run_bench(
             from mlx_paged_attention.bench.batch_generator import MlxLm
 
             progress("loading the weights once more, for mlx-lm")
-            source = resolve(config.model, progress=False)
+            source = resolve(config.model, adapter=config.adapter_path, progress=False)
             contestants.append(stack.enter_context(closing(MlxLm(source, config.dtype, on_cpu=on_cpu))))
         llama = None if llama_cpp is None else _llama(llama_cpp, config, settings, on_cpu=on_cpu)
         prompts = Prompts(settings.seed, info.vocab_size)

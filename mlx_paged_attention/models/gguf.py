@@ -164,6 +164,7 @@ def weights_from_gguf(
         if target is None:
             factors = data.read(tensor, expand=True, float_type=mx.float32)["weight"]
             additions["rope_scaling"] = _llama3_scaling(np.array(factors), config)
+            advance(tensor.nbytes or 0)
             continue
         stem, _, leaf = target.rpartition(".")
         exact = (

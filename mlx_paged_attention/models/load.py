@@ -1,6 +1,7 @@
 """Load a model's weights into an unmodified mlx-lm model."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged_attention.models import adapter
 from mlx_paged_attention.models.fingerprint import model_fingerprint
 from mlx_paged_attention.models.gguf import config_from_gguf, eos_token_ids, weights_from_gguf
 from mlx_paged_attention.models.gguf_blocks import QUANTISED
@@ -21,6 +23,7 @@ from mlx_paged_attention.models.gguf_tensors import (
     REQUANTISED_BITS,
     held_bytes,
 )
+from mlx_paged_attention.models.loading_bar import loading_bar
 from mlx_paged_attention.models.safetensors_files import weight_files
 from mlx_paged_attention.models.source import (
     ASSUMED_CONTEXT,
@@ -89,10 +92,11 @@ def load_model(source: ModelSource, *, dtype: str, device: str) -> LoadedModel:
             "use auto or float32"
         )
     load = _load_gguf if source.kind == "gguf" else _load_directory
-    return load(source.path, dtype, device)
+    return load(source, dtype, device)
 
 
-def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
+def _load_directory(source: ModelSource, dtype: str, device: str) -> LoadedModel:
+    path = source.path
     files = weight_files(path)
     if device == "gpu":
         _require_memory(sum(file.stat().st_size for file in files), device)
@@ -118,15 +122,18 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
                 quantisation = _quantisation(model)
     elif dtype != "auto":
         _cast(model, dtype)
-    _evaluate(model)
+    final = _float_type(model)
+    fingerprint = _add_adapter(source, model, files, raw_config, final, notes)
+    with loading_bar(sum(array.nbytes for _, array in _parameters(model)), source.progress) as advance:
+        _evaluate(model, advance)
     generation_path = path / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.is_file() else {}
     return LoadedModel(
         model=model,
         config=config,
-        dtype=(final := _float_type(model)),
+        dtype=final,
         quantisation=quantisation,
-        fingerprint=model_fingerprint(files, raw_config, final),
+        fingerprint=fingerprint,
         vocab_size=_vocab_size(config, model),
         max_model_len=_max_model_len(config, notes),
         eos_token_ids=_eos_ids(raw_config, raw_config.get("text_config") or {}, generation_config),
@@ -134,7 +141,8 @@ def _load_directory(path: Path, dtype: str, device: str) -> LoadedModel:
     )
 
 
-def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
+def _load_gguf(source: ModelSource, dtype: str, device: str) -> LoadedModel:
+    path = source.path
     header = checked_gguf_header(path)
     config = config_from_gguf(header)
     types = Counter(tensor.type for tensor in header.tensors if tensor.type in QUANTISED)
@@ -153,7 +161,11 @@ def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
     expand = device == "cpu" and (stored is None or needed(True) <= free)
     _require_memory(needed(expand), device)
     try:
-        weights, additions = weights_from_gguf(path, header, config, expand=expand, float_type=float_type)
+        stored_bytes = sum(tensor.nbytes or 0 for tensor in header.tensors)
+        with loading_bar(stored_bytes, source.progress) as advance:
+            weights, additions = weights_from_gguf(
+                path, header, config, expand=expand, float_type=float_type, advance=advance
+            )
         config.update(additions)
         model = _build(config, weights)
     except ModelLoadError:
@@ -169,16 +181,36 @@ def _load_gguf(path: Path, dtype: str, device: str) -> LoadedModel:
         widths = ", ".join(f"{kind} to {REQUANTISED_BITS[kind]} bits" for kind in sorted(anew))
         notes.append(_REQUANTISED.format(widths))
     final = _float_type(model)
+    fingerprint = _add_adapter(source, model, [path], config, final, notes)
+    _evaluate(model)
     return LoadedModel(
         model=model,
         config=config,
         dtype=final,
         quantisation=None if expand else stored,
-        fingerprint=model_fingerprint([path], config, final),
+        fingerprint=fingerprint,
         vocab_size=config["vocab_size"],
         max_model_len=_max_model_len(config, notes),
         eos_token_ids=eos_token_ids(header),
         notes=notes,
+    )
+
+
+def _add_adapter(
+    source: ModelSource,
+    model: nn.Module,
+    files: list[Path],
+    config: dict[str, Any],
+    dtype: str,
+    notes: list[str],
+) -> str:
+    """Fuse the source's adapter, if it has one; returns the fingerprint of what comes of it."""
+    if source.adapter is None:
+        return model_fingerprint(files, config, dtype)
+    adapter_config = read_json(source.adapter / adapter.CONFIG)
+    notes.append(adapter.fuse_adapter(model, source.adapter, adapter_config))
+    return model_fingerprint(
+        [*files, source.adapter / adapter.WEIGHTS], config | {"adapter": adapter_config}, dtype
     )
 
 
@@ -279,10 +311,11 @@ def _cast(model: nn.Module, dtype: str) -> None:
     )
 
 
-def _evaluate(model: nn.Module) -> None:
+def _evaluate(model: nn.Module, advance: Callable[[int], object] = lambda _nbytes: None) -> None:
     # One array at a time, so that packed and expanded weights are never all in memory together.
     for _, array in _parameters(model):
         mx.eval(array)
+        advance(array.nbytes)
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:

@@ -5,11 +5,12 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged_attention.models.adapter import check_adapter
 from mlx_paged_attention.models.default_model import DEFAULT_MODEL_NAME, fetch_default_model
 from mlx_paged_attention.models.gguf_header import LOADABLE_TYPES, GGUFHeader, read_gguf_header
 from mlx_paged_attention.models.safetensors_files import INDEX, check_weight_files
@@ -36,26 +37,34 @@ class ModelSource:
         kind: ``"directory"`` (``config.json`` and safetensors) or ``"gguf"``.
         path: the directory, or the ``.gguf`` file.
         name: what requests call the model: repo id, directory name or file name without ``.gguf``.
+        adapter: directory of an adapter to be added to the weights.
+        progress: whether loading shows a progress bar (on stderr, if that is a terminal).
     """
 
     kind: Literal["directory", "gguf"]
     path: Path
     name: str
+    adapter: Path | None = None
+    progress: bool = field(default=False, compare=False)
 
 
-def resolve(model: str | None, *, progress: bool = True) -> ModelSource:
+def resolve(model: str | None, *, adapter: str | None = None, progress: bool = True) -> ModelSource:
     """Find or fetch a model, and check that its files are whole.
 
     Args:
         model: a directory, a ``.gguf`` file, a Hugging Face repo id; ``None`` or ``""`` is the
             default model.
-        progress: show progress bars (on stderr) while fetching.
+        adapter: directory of an adapter in mlx-lm's format.
+        progress: show progress bars (on stderr) while fetching and loading.
 
     Raises:
         ModelLoadError: it cannot be found or fetched, or its files are incomplete.
         UnsupportedModelError: its architecture is unknown, it wants to run its own Python, or has
             a number format that cannot be loaded.
     """
+    adapter_path = Path(adapter).expanduser() if adapter else None
+    if adapter_path is not None:
+        check_adapter(adapter_path)
     if not model:
         source = ModelSource("gguf", fetch_default_model(progress=progress), DEFAULT_MODEL_NAME)
     else:
@@ -64,7 +73,7 @@ def resolve(model: str | None, *, progress: bool = True) -> ModelSource:
         checked_gguf_header(source.path)
     else:
         check_directory(source.path)
-    return source
+    return replace(source, adapter=adapter_path, progress=progress)
 
 
 def _named(model: str, progress: bool) -> ModelSource:

@@ -71,6 +71,7 @@ def test_every_engine_flag_arrives(
         "max_model_len": ("100", 100),
         "max_num_seqs": ("7", 7),
         "max_num_batched_tokens": ("77", 77),
+        "adapter_path": ("some/where", "some/where"),
         "block_size": ("8", 8),
         "kv_memory": ("2MiB", 2 << 20),
         "scheduling_policy": ("priority", "priority"),

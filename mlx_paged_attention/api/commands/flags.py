@@ -59,6 +59,9 @@ class EngineFlags:
             "fetched once (93 MB)."
         ),
     ] = None
+    adapter_path: Annotated[
+        str | None, _flag("Directory of a LoRA or DoRA adapter of mlx-lm, added to the weights.")
+    ] = None
     dtype: Annotated[
         DType, _flag("Type of weights and KV cache; auto: the checkpoint's own, on a CPU float32.")
     ] = "auto"
