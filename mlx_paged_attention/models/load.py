@@ -8,8 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import psutil
-from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
@@ -31,6 +29,13 @@ from mlx_paged_attention.models.source import (
     checked_gguf_header,
     context_length,
     read_json,
+)
+from mlx_paged_attention.models.weight_memory import (
+    float32_bytes,
+    free_memory,
+    packed_bytes,
+    parameters,
+    require_memory,
 )
 
 _EXPANDED = "the {} weights were expanded to float32, which is faster on a CPU"
@@ -99,7 +104,7 @@ def _load_directory(source: ModelSource, dtype: str, device: str) -> LoadedModel
     path = source.path
     files = weight_files(path)
     if device == "gpu":
-        _require_memory(sum(file.stat().st_size for file in files), device)
+        require_memory(sum(file.stat().st_size for file in files), device)
     raw_config = read_json(path / "config.json")
     try:
         # Lazy: shapes are checked, but no weight is read before we know that it fits.
@@ -109,13 +114,13 @@ def _load_directory(source: ModelSource, dtype: str, device: str) -> LoadedModel
     notes: list[str] = []
     quantisation = _quantisation(model)
     if device == "cpu":
-        expanded = _float32_bytes(model)
+        expanded = float32_bytes(model)
         if quantisation is not None and _stays_packed(model, expanded):
-            _require_memory(_packed_bytes(model), device)
+            require_memory(packed_bytes(model), device)
             model.set_dtype(mx.float32)
-            notes.append(_KEPT.format(quantisation, expanded / 1e9, _free_memory(device)[0] / 1e9))
+            notes.append(_KEPT.format(quantisation, expanded / 1e9, free_memory(device)[0] / 1e9))
         else:
-            _require_memory(expanded, device)
+            require_memory(expanded, device)
             model = _expand(model)
             if quantisation is not None:
                 notes.append(_EXPANDED.format(quantisation))
@@ -124,7 +129,7 @@ def _load_directory(source: ModelSource, dtype: str, device: str) -> LoadedModel
         _cast(model, dtype)
     final = _float_type(model)
     fingerprint = _add_adapter(source, model, files, raw_config, final, notes)
-    with loading_bar(sum(array.nbytes for _, array in _parameters(model)), source.progress) as advance:
+    with loading_bar(sum(array.nbytes for _, array in parameters(model)), source.progress) as advance:
         _evaluate(model, advance)
     generation_path = path / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.is_file() else {}
@@ -157,9 +162,9 @@ def _load_gguf(source: ModelSource, dtype: str, device: str) -> LoadedModel:
         held = [held_bytes(t, expand=expand, float_bytes=float_type.size) for t in header.tensors]
         return sum(held)
 
-    free = _free_memory(device)[0]
+    free = free_memory(device)[0]
     expand = device == "cpu" and (stored is None or needed(True) <= free)
-    _require_memory(needed(expand), device)
+    require_memory(needed(expand), device)
     try:
         stored_bytes = sum(tensor.nbytes or 0 for tensor in header.tensors)
         with loading_bar(stored_bytes, source.progress) as advance:
@@ -243,49 +248,11 @@ def _load_error(path: Path, config: dict[str, Any], error: Exception) -> ModelLo
     return ModelLoadError(f"cannot load {path} as {model_type!r}: {type(error).__name__}: {text}")
 
 
-def _free_memory(device: str) -> tuple[int, str]:
-    """Bytes free for weights, and what kind of memory they are in."""
-    if device == "gpu" and not mx.metal.is_available() and "free_memory" in mx.device_info():
-        return int(mx.device_info()["free_memory"]), "GPU memory"
-    return psutil.virtual_memory().available, "memory"
-
-
-def _require_memory(needed: int, device: str) -> None:
-    free, where = _free_memory(device)
-    if needed > free:
-        raise ModelLoadError(
-            f"the model needs {needed / 1e9:.1f} GB of {where} for its weights, "
-            f"{free / 1e9:.1f} GB are free: close other programs or take a smaller model"
-        )
-
-
-def _float32_bytes(model: nn.Module) -> int:
-    """Size of all parameters once every one is a plain float32 array, in bytes."""
-    packed = {name.rpartition(".")[0] for name, _ in _parameters(model) if name.endswith(".scales")}
-    modules = dict(model.named_modules())
-    total = 0
-    for name, array in _parameters(model):
-        owner, _, leaf = name.rpartition(".")
-        if owner in packed and leaf in ("scales", "biases"):
-            continue
-        bits = modules[owner].bits if owner in packed and leaf == "weight" else 32
-        total += array.size * 32 // bits * 4
-    return total
-
-
-def _packed_bytes(model: nn.Module) -> int:
-    """Size of all parameters with quantised layers packed and floats as float32, in bytes."""
-    return sum(
-        array.size * 4 if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
-        for _, array in _parameters(model)
-    )
-
-
 def _stays_packed(model: nn.Module, expanded: int) -> bool:
     """Whether quantised layers must be kept: their expansion does not fit and MLX runs them in float32."""
     quantised = [module for module in model.modules() if getattr(module, "bits", None) is not None]
     affine = all(getattr(module, "mode", "affine") == "affine" for module in quantised)
-    return affine and expanded > _free_memory("cpu")[0]
+    return affine and expanded > free_memory("cpu")[0]
 
 
 def _expand(model: nn.Module) -> nn.Module:
@@ -306,20 +273,16 @@ def _cast(model: nn.Module, dtype: str) -> None:
     model.load_weights(
         [
             (name, array.astype(target) if mx.issubdtype(array.dtype, mx.floating) and keep(name) else array)
-            for name, array in _parameters(model)
+            for name, array in parameters(model)
         ]
     )
 
 
 def _evaluate(model: nn.Module, advance: Callable[[int], object] = lambda _nbytes: None) -> None:
     # One array at a time, so that packed and expanded weights are never all in memory together.
-    for _, array in _parameters(model):
+    for _, array in parameters(model):
         mx.eval(array)
         advance(array.nbytes)
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    return tree_flatten(model.parameters())  # type: ignore[return-value]
 
 
 def _quantisation(model: nn.Module) -> str | None:
@@ -340,7 +303,7 @@ def _named(counts: Counter[str]) -> str | None:
 def _float_type(model: nn.Module) -> str:
     """The type of most floating-point parameters, which is that of the activations."""
     counts: Counter[str] = Counter()
-    for _, array in _parameters(model):
+    for _, array in parameters(model):
         counts[str(array.dtype).removeprefix("mlx.core.")] += 1
     return max(_FLOATS, key=lambda name: counts[name])
 

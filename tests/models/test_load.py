@@ -13,6 +13,7 @@ from models.gguf_files import write_gguf
 
 import mlx_paged_attention.models.load as load_module
 from mlx_paged_attention.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged_attention.models import weight_memory
 from mlx_paged_attention.models.gguf_header import read_gguf_header
 from mlx_paged_attention.models.load import load_model
 from mlx_paged_attention.models.source import ModelSource, resolve
@@ -187,7 +188,7 @@ def test_a_missing_configuration_value_is_told(model):
 
 def give_memory(monkeypatch, nbytes):
     memory = types.SimpleNamespace(available=nbytes)
-    monkeypatch.setattr(load_module.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(weight_memory.psutil, "virtual_memory", lambda: memory)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
@@ -196,7 +197,7 @@ def test_memory_is_counted_for_the_expanded_weights(model, bits, monkeypatch):
     module, _ = mlx_lm_load(model)
     plain = load(model)
     exact = sum(array.nbytes for _, array in tree_flatten(plain.model.parameters()))
-    assert load_module._float32_bytes(module) == exact
+    assert weight_memory.float32_bytes(module) == exact
     give_memory(monkeypatch, exact)
     load(model)
     assert dtypes(load(model)) == {"float32"}
@@ -207,8 +208,8 @@ def test_quantised_layers_that_do_not_fit_expanded_stay_packed_with_float32_arit
     quantise(model)
     plain = load(model)
     packed_module, _ = mlx_lm_load(model)
-    packed = load_module._packed_bytes(packed_module)
-    give_memory(monkeypatch, load_module._float32_bytes(packed_module) - 1)
+    packed = weight_memory.packed_bytes(packed_module)
+    give_memory(monkeypatch, weight_memory.float32_bytes(packed_module) - 1)
     loaded = load(model)
     assert dtypes(loaded) == {"float32", "uint32"}
     assert loaded.quantisation == "4-bit"
@@ -223,7 +224,7 @@ def test_quantised_layers_that_do_not_fit_expanded_stay_packed_with_float32_arit
 def test_formats_that_mlx_does_not_run_in_float32_must_fit_expanded(model, monkeypatch):
     quantise(model, "mxfp4", 32, 4)
     module, _ = mlx_lm_load(model)
-    give_memory(monkeypatch, load_module._float32_bytes(module) - 1)
+    give_memory(monkeypatch, weight_memory.float32_bytes(module) - 1)
     with pytest.raises(ModelLoadError, match="GB are free"):
         load(model)
 
