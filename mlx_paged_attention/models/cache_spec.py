@@ -23,6 +23,9 @@ from mlx_paged_attention.models.watched_cache import WatchedCache, mask_windows
 # context, through a latent that keys and values are made from (MLA), or in some way of the model's own.
 AttentionKind = Literal["full", "window", "chunked", "latent", "own"]
 
+# Taken for granted where a model does not tell: large, so that it errs towards less memory.
+UNKNOWN_HEADS = 128
+
 # Tokens of the forward pass that is observed: several, so that models make masks.
 _TOKENS = 3
 
@@ -53,6 +56,7 @@ class ModelCacheSpec:
         states: of every recurrent layer, likewise.
         block_size: tokens per block.
         kinds: of the layers.
+        query_heads: of the layer with most of them, for what a model's own attention takes in memory.
         own_masks: some attention has a mask that does not follow from positions and a window alone, so
             that only the model itself can apply it.
     """
@@ -63,6 +67,7 @@ class ModelCacheSpec:
     block_size: int
     own_masks: bool = False
     kinds: tuple[AttentionKind, ...] = ()
+    query_heads: int = UNKNOWN_HEADS
 
     @property
     def dtype(self) -> str:
@@ -123,6 +128,7 @@ def observe_cache(model: nn.Module, *, block_size: int) -> ModelCacheSpec:
         block_size,
         own_masks=any(one.has_own_mask for one in used),
         kinds=tuple(_kind(one) for one in used),
+        query_heads=_query_heads(getattr(model, "args", {})) or UNKNOWN_HEADS,
     )
 
 
@@ -190,6 +196,21 @@ def _kind(watched: WatchedCache) -> AttentionKind:
         return "own" if watched.has_own_mask else "full"
     # Nobody attended to what was fetched as it was.
     return "latent" if entry.keys.shape[1] == 1 and entry.keys.shape != entry.values.shape else "own"
+
+
+def _query_heads(arguments: Any) -> int:
+    """As the model's arguments, or those of the text model within, have it; 0 if they do not."""
+    values = arguments if isinstance(arguments, dict) else vars(arguments)
+    heads = [values.get(name) for name in ("num_attention_heads", "n_heads", "n_head", "num_heads")]
+    counts = [count for count in heads if isinstance(count, int)]
+    for name, part in values.items():
+        if (
+            name.endswith("_config")
+            and name != "vision_config"
+            and (isinstance(part, dict) or hasattr(part, "__dict__"))
+        ):
+            counts.append(_query_heads(part))
+    return max(counts, default=0)
 
 
 def _state(state: ArraysCache) -> StateSpec:

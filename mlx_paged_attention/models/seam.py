@@ -87,7 +87,6 @@ class PagedLayerCache(UnusedCache):
         self.layer = layer
         self.window = layer.spec.window
         self._new: tuple[mx.array, mx.array] | None = None
-        self._fetched: tuple[mx.array, mx.array] | None = None
         self._attended = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -95,17 +94,18 @@ class PagedLayerCache(UnusedCache):
         if self._dense:
             batch = self._context.current()
             self.layer.write(keys, values, batch)
-            self._fetched = self.layer.gather_rows(batch)
-            return self._fetched
+            return self.layer.gather_rows(batch)
         assert self._new is None, "a layer's cache was updated twice in one forward pass"
-        self._new = self._fetched = (keys, values)
+        self._new = (keys, values)
         waiting_for_attention[id(keys)] = self
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last update returned, for layers that use another's."""
-        assert self._fetched is not None, "keys and values before update_and_fetch"
-        return self._fetched
+        if self._dense:  # gathered once more, as keeping it would cost memory in every layer
+            return self.layer.gather_rows(self._context.current())
+        assert self._new is not None, "keys and values before update_and_fetch"
+        return self._new
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None, mask: Any) -> mx.array:
         """``[rows, heads, queries, head_dim]`` over the pool, the new keys included."""
@@ -120,7 +120,7 @@ class PagedLayerCache(UnusedCache):
     def settle(self) -> bool:
         """End a forward: forget the new keys. False if attention never came for them."""
         new, attended = self._new, self._attended
-        self._new, self._fetched, self._attended = None, None, False
+        self._new, self._attended = None, False
         if new is None:
             return True
         waiting_for_attention.pop(id(new[0]), None)
@@ -129,7 +129,7 @@ class PagedLayerCache(UnusedCache):
     @property
     def keys(self) -> mx.array:
         """What models let depend on other arrays, to have those evaluated: the pool sees to that itself."""
-        return self.keys_and_values()[0]
+        return mx.array(0.0)
 
     @keys.setter
     def keys(self, _: mx.array) -> None:
@@ -138,7 +138,7 @@ class PagedLayerCache(UnusedCache):
     @property
     def values(self) -> mx.array:
         """As ``keys``."""
-        return self.keys_and_values()[1]
+        return self.keys
 
     @values.setter
     def values(self, _: mx.array) -> None:

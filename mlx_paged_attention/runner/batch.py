@@ -45,6 +45,7 @@ def build_batches(
     pack_limit: int,
     batch_rows: bool,
     first_alone: bool = False,
+    most_scores: int | None = None,
 ) -> Iterator[BatchInput]:
     """Split a step into forwards, keeping the plan's order so that readers follow writers.
 
@@ -52,6 +53,8 @@ def build_batches(
         tables: each request's block table, int32, long enough for this step.
         pack_limit: chunks of up to this many tokens join single tokens as rows of one token each.
         batch_rows: several sequences may share a forward at all.
+        most_scores: most pairs of a query and a position that a chunk may have: a longer one is
+            computed in several forwards.
         first_alone: not with a sequence's first tokens: a recurrent layer then has no state for it yet.
     """
     together: list[PlannedRow] = []
@@ -64,7 +67,8 @@ def build_batches(
         if together:
             yield _token_rows(together, tables, block_size)
             together = []
-        yield _chunk(row, tables, block_size)
+        for piece in [row] if most_scores is None else _pieces(row, most_scores):
+            yield _chunk(piece, tables, block_size)
     if together:
         yield _token_rows(together, tables, block_size)
 
@@ -110,6 +114,24 @@ def _chunk(row: PlannedRow, tables: Tables, block_size: int) -> BatchInput:
         block_size=block_size,
     )
     return BatchInput(np.array([row.token_ids], np.int32), attention, (row,), ((0, length),))
+
+
+def _pieces(row: PlannedRow, most_scores: int) -> Iterator[PlannedRow]:
+    """The row's tokens in chunks of at most so many pairs of a query and a position."""
+    total = len(row.token_ids)
+    length = max(1, most_scores // (row.start + total))
+    for begin in range(0, total, length):
+        end = min(begin + length, total)
+        yield PlannedRow(
+            row.request_id,
+            row.token_ids[begin:end],
+            row.start + begin,
+            row.new_block_ids if begin == 0 else [],
+            row.write_from,
+            row.sample and end == total,
+            row.state_from if begin == 0 else row.state_to,
+            row.state_to,
+        )
 
 
 def _blocks(row: PlannedRow, block_size: int) -> int:

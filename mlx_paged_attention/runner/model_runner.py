@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.models.seam import PagedLayerCache, UnusedCache
+from mlx_paged_attention.ops.chunk import MAX_SCORES_BYTES
 from mlx_paged_attention.runner.batch import BatchInput, build_batches
 from mlx_paged_attention.runner.block_tables import BlockTables
 from mlx_paged_attention.runner.compiled_step import CompiledStep
@@ -154,7 +155,9 @@ class LaunchedStep:
                     assert logits is not None
                     top = state.sampling.sampling.prompt_logprobs
                     assert top is not None
-                    results[row.request_id] = token_logprobs(logits[: len(targets)], targets, top)
+                    results.setdefault(row.request_id, []).extend(
+                        token_logprobs(logits[: len(targets)], targets, top)
+                    )
         return results
 
 
@@ -173,6 +176,8 @@ class ModelRunner:
         layers = [PagedLayerCache(layer, context, dense=dense, one_row=one_row) for layer in pool.layers]
         self._states = StatePool([state.num_arrays for state in spec.states])
         unused = UnusedCache(context, dense=dense, one_row=one_row)
+        # A model's own attention holds [heads, queries, positions] scores.
+        self._most_scores = MAX_SCORES_BYTES // (4 * spec.query_heads) if layout.dense else None
         self._cache = ModelCache(spec.make_cache(layers, self._states.caches, unused), layers)
         self._rows: dict[str, RunnerRow] = {}
         self._tables = BlockTables()
@@ -226,6 +231,7 @@ class ModelRunner:
                 pack_limit=self._pool.pack_limit if self._layout.pack else 1,
                 batch_rows=self._layout.batch_rows,
                 first_alone=bool(self._states.caches),
+                most_scores=self._most_scores,
             )
         ]
 
