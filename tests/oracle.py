@@ -46,22 +46,17 @@ class Reference:
 
 
 class Oracle:
-    """mlx-lm's greedy generation of one model; results are kept, since tests ask again and again.
+    """mlx-lm's greedy generation of one model; results are kept, since tests ask again and again."""
 
-    Args:
-        recompute: each token comes from a forward over the whole text, instead of from the cache.
-    """
-
-    def __init__(self, model: Any, *, recompute: bool = False) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.recompute = recompute
         self._greedy: dict[tuple[int, ...], Reference] = {}
 
     @classmethod
-    def load(cls, directory: Path, *, recompute: bool = False) -> "Oracle":
+    def load(cls, directory: Path) -> "Oracle":
         """The oracle of an MLX model directory."""
         model, _ = load_model(directory, get_model_classes=_private_model_classes)
-        return cls(model, recompute=recompute)
+        return cls(model)
 
     @classmethod
     def with_weights_of(cls, model: Any, config: dict[str, Any]) -> "Oracle":
@@ -92,8 +87,6 @@ class Oracle:
         rows = []
         tokens = list(prompt)
         for _ in range(num_tokens):
-            if self.recompute:
-                cache, tokens = make_prompt_cache(self.model), [*prompt, *token_ids]
             row = _log_softmax(self.model(mx.array([tokens]), cache=cache)[0, -1])
             rows.append(row)
             tokens = [int(row.argmax())]

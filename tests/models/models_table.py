@@ -114,7 +114,7 @@ def load(name: str, directory: Path) -> tuple[ParityCase | None, BaseException |
     """A model on the engine, or the error with which it is refused."""
     try:
         path = write_model(tiny_row(name), directory / name)
-        return ParityCase(path, recompute=name in NO_REFERENCE), None
+        return ParityCase(path), None
     except (MlxPagedError, RuntimeError, ValueError) as error:
         return None, error
 
