@@ -44,9 +44,7 @@ NO_REFERENCE = {
 }
 
 # What the engine takes and does not compute as mlx-lm does. Nothing may stay here.
-KNOWN_WRONG = {
-    "longcat_flash_ngram": "requests fail that run beside one whose prompt is a single token",
-}
+KNOWN_WRONG: dict[str, str] = {}
 
 NOT_MODELS = {
     "__init__": "the package",
