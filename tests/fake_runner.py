@@ -134,6 +134,9 @@ class FakeRunner:
         return RowOutput(row.request_id, [token] if row.sample else [])
 
     def _enter(self, plan: StepPlan) -> None:
+        for source, target in plan.copies:
+            for offset in range(self._size):
+                self._slots[target, offset] = self._slots.get((source, offset), -1)
         for request_id in plan.released:
             del self._tables[request_id], self._states[request_id]
         for new in plan.new:

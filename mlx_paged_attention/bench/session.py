@@ -132,6 +132,10 @@ def check_fits(settings: BenchSettings, info: EngineInfo) -> None:
 
 
 def _llama(program: Path, config: EngineConfig, settings: BenchSettings, *, on_cpu: bool) -> LlamaCpp:
+    if config.adapter_path is not None:
+        raise InvalidRequestError(
+            "llama.cpp would run without the adapter: leave out --adapter-path or --llama-cpp", "adapter_path"
+        )
     source = resolve(config.model, progress=False)
     llama = LlamaCpp(program, source, threads=blas_threads() or usable_cores(), on_cpu=on_cpu)
     if not llama.batches and settings.concurrency != (1,):

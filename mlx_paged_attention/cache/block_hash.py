@@ -54,6 +54,10 @@ class BlockHasher:
         self.block_size = block_size
         self._root = root
 
+    def start(self, *, adapter: str | None = None, cache_salt: str | None = None) -> bytes:
+        """Names what comes before a sequence's first block, as a digest names what comes before the next."""
+        return hash_block(self._root, (), adapter=adapter, cache_salt=cache_salt)
+
     def extend(
         self,
         block_hashes: list[bytes],

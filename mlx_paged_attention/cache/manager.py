@@ -1,10 +1,11 @@
 """KVCacheManager: which blocks each request holds, and which of a prompt's blocks exist already."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlx_paged_attention.cache.block import Block
+from mlx_paged_attention.cache.block_contents import BlockContents
 from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.cache.block_pool import BlockPool
 from mlx_paged_attention.cache.events import CacheEvent
@@ -23,6 +24,7 @@ class CachedRequest(Protocol):
     num_computed_tokens: int
     num_preemptions: int
     block_hashes: list[bytes]
+    prefix_start: bytes
 
     @property
     def skip_reading_prefix_cache(self) -> bool: ...
@@ -36,12 +38,15 @@ class PrefixHit:
         block_ids: in table order.
         num_tokens: tokens that need not be computed. One less than the blocks hold if they hold
             the whole sequence: its last token is computed again, for its logits.
+        copied_from: a published block that begins with the tokens after those of ``block_ids``: a copy of it
+            saves computing them; 0 if there is none.
         state_slot: where the recurrent layers' state after these tokens is; 0 without any.
         num_found: with such layers, tokens in published blocks, also those after the last snapshot.
     """
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    copied_from: int = 0
     state_slot: int = 0
     num_found: int = 0
 
@@ -82,6 +87,8 @@ class KVCacheManager:
         root_hash: parent digest of all first blocks, see ``block_hash.root_hash``.
         full_hit: what a wholly cached prompt computes. ``"one_token"`` computes its last token
             without writing it; ``"recompute_block"`` computes its last block into a new block.
+        partial_hits: find prefixes that end within a block, too, which is then copied; not if they
+            share less than a quarter of it.
         states: the slots of recurrent layers' states, for a model that has such layers.
         on_evict: called with block id and digest just before a published block is reused.
         enable_events: record ``CacheEvent`` values for ``take_events``.
@@ -95,6 +102,7 @@ class KVCacheManager:
         enable_caching: bool,
         root_hash: bytes,
         full_hit: FullHit = "one_token",
+        partial_hits: bool = False,
         states: StateSlots | None = None,
         on_evict: Callable[[int, bytes], None] | None = None,
         enable_events: bool = False,
@@ -106,6 +114,7 @@ class KVCacheManager:
         self.stats = PrefixCacheStats()
         self.hit_rate = HitRateWindow()
         self.states = states
+        self._contents = BlockContents() if partial_hits and states is None else None
         self._full_hit = full_hit
         self._tables: dict[str, _BlockTable] = {}
         self._published: list[tuple[int, bytes]] = []
@@ -159,10 +168,19 @@ class KVCacheManager:
                 break
             block_ids.append(block.block_id)
         found = len(block_ids) * self.block_size
+        if self._contents is not None and found < num_tokens - 1:
+            before = hashes[len(block_ids) - 1] if block_ids else request.prefix_start
+            rest = request.token_ids[found : min(found + self.block_size, num_tokens - 1)]
+            # What this very step writes cannot be copied before it.
+            unwritten = {block_id for block_id, _ in self._published}
+            source, count = self._contents.find(before, rest, self.pool.blocks, unwritten)
+            if count < self.block_size // 4:  # less than what the copy costs
+                source, count = 0, 0
+            return PrefixHit(tuple(block_ids), found + count, source)
         if self.states is None:
             return PrefixHit(tuple(block_ids), min(found, num_tokens - 1))
         count, slot = self.states.find(hashes[: len(block_ids)])
-        return PrefixHit(tuple(block_ids[:count]), count * self.block_size, slot, found)
+        return PrefixHit(tuple(block_ids[:count]), count * self.block_size, state_slot=slot, num_found=found)
 
     def allocate_slots(
         self,
@@ -248,6 +266,18 @@ class KVCacheManager:
         branch = None if hit is None else hit.num_found
         return self.states.cut(request.request_id, start, end, len(request.token_ids), branch)
 
+    def snapshot_is_coming(
+        self, request: CachedRequest, hit: PrefixHit, running: Iterable[CachedRequest]
+    ) -> bool:
+        """Whether a running request is on its way to a snapshot that lets this one skip more than ``hit``."""
+        size = self.block_size
+        found = set(request.block_hashes[hit.num_tokens // size : hit.num_found // size])
+        for other in running if found else ():
+            blocks = (len(other.token_ids) - 1) // size
+            if other.num_computed_tokens < blocks * size and other.block_hashes[blocks - 1] in found:
+                return True
+        return False
+
     def plan_state(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """The slots that the request's step up to ``num_tokens`` reads its state from and writes it to.
 
@@ -316,6 +346,8 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Unpublishes everything; ``False``, and nothing done, while any request holds blocks."""
         done = self.pool.reset()
+        if done and self._contents is not None:
+            self._contents.clear()
         if done and self.states is not None:
             self.states.reset()
         return done
@@ -353,6 +385,11 @@ class KVCacheManager:
             token_ids=request.token_ids[first * size : num_full * size],
         )
         table.num_published = num_full
+        if self._contents is not None:
+            for i, (block, key) in enumerate(zip(blocks, hashes, strict=True), first):
+                before = request.block_hashes[i - 1] if i else request.prefix_start
+                held = request.token_ids[i * size : (i + 1) * size]
+                self._contents.add(before, block.block_id, key, held)
         self._published += [(block.block_id, key) for block, key in zip(blocks, hashes, strict=True)]
 
     def _record_lookup(self, request: CachedRequest, hit: PrefixHit) -> None:

@@ -6,6 +6,8 @@ from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import InvalidRequestError, ModelLoadError
 
 MIB = 1 << 20
+# Of a model that keeps no keys and values: enough to share prefixes, and few enough to be made at once.
+MOST_COUNTED_BLOCKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +66,31 @@ def plan_pool(
             "max_model_len",
         )
 
+    if config.kv_memory is not None:
+        check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
     budget = free_memory // 4 if config.kv_memory is None else config.kv_memory
-    num_states = 0
+    num_states = state_bytes = 0
     if bytes_per_state:
-        most = budget // 2 if bytes_per_block else budget
-        num_states, max_num_seqs = _plan_states(config, bytes_per_state, max_num_seqs, most, notes)
-        budget -= num_states * bytes_per_state
+        share = 2 if bytes_per_block else 1
+        most = budget // share // bytes_per_state
+        num_states, max_num_seqs = _plan_states(config, bytes_per_state, max_num_seqs, most, share, notes)
+        state_bytes = (num_states - 1) * bytes_per_state
     wanted = 1 + max_num_seqs * -(-max_model_len // size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
-        check_budget(num_blocks * bytes_per_block, free_memory, "num_blocks", num_blocks)
+        check_budget(num_blocks * bytes_per_block + state_bytes, free_memory, "num_blocks", num_blocks)
     elif not bytes_per_block:  # blocks are only counted
-        num_blocks = wanted
-    elif config.kv_memory is not None:
-        num_blocks = budget // bytes_per_block
-        if num_blocks < 2:
+        num_blocks = min(wanted, max(MOST_COUNTED_BLOCKS, 1 + -(-max_model_len // size)))
+    else:
+        num_blocks = (budget - state_bytes) // bytes_per_block
+        if num_blocks < 2 and config.kv_memory is not None:
             raise InvalidRequestError(
                 f"kv_memory ({config.kv_memory} bytes) holds no two blocks of {bytes_per_block} bytes "
-                f"({size} tokens each); give at least {2 * bytes_per_block}",
+                f"({size} tokens each); give at least {2 * bytes_per_block + state_bytes}",
                 "kv_memory",
             )
-        check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
-    else:
-        num_blocks = min(wanted, budget // bytes_per_block)
+        if config.kv_memory is None:
+            num_blocks = min(wanted, num_blocks)
         if num_blocks < 2:
             raise ModelLoadError(
                 f"too little memory for a KV cache: {free_memory // MIB} MiB are free beside the weights, "
@@ -109,28 +113,36 @@ def plan_pool(
 
 
 def _plan_states(
-    config: EngineConfig, bytes_per_state: int, max_num_seqs: int, budget: int, notes: list[str]
+    config: EngineConfig, bytes_per_state: int, max_num_seqs: int, most: int, share: int, notes: list[str]
 ) -> tuple[int, int]:
-    """Slots for states, and how many requests may run with them: each may need two at a time."""
-    num_states = min(1 + 3 * max_num_seqs, budget // bytes_per_state)
-    fit = (num_states - 1) // 2
-    if fit >= max_num_seqs:
-        return num_states, max_num_seqs
+    """Slots for states, slot 0 included, and how many requests may run with them.
+
+    Args:
+        most: states that there is memory for, one ``share``-th of all.
+    """
+    fit = most // 2  # a request may need two at a time
     state = f"{bytes_per_state / MIB:.1f} MiB"
-    if config.max_num_seqs is not None:
+    if fit < 1 and config.kv_memory is not None:
         raise InvalidRequestError(
-            f"max_num_seqs ({max_num_seqs}) needs two states of {state} for each request, and "
-            f"{budget // MIB} MiB are there for them: at most {max(fit, 0)} fit; lower max_num_seqs or "
-            "raise kv_memory",
-            "max_num_seqs",
+            f"kv_memory ({config.kv_memory} bytes) is too little for the states of recurrent layers: a "
+            f"request needs two of {state}; give at least {2 * share * bytes_per_state}",
+            "kv_memory",
         )
     if fit < 1:
         raise ModelLoadError(
-            f"too little memory for the states of recurrent layers: a request needs two of {state}, and "
-            f"{budget // MIB} MiB are there for them; close other programs or use a smaller model"
+            f"too little memory for the states of recurrent layers: a request needs two of {state}; "
+            "close other programs or use a smaller model"
+        )
+    if fit >= max_num_seqs:
+        return 1 + min(3 * max_num_seqs, most), max_num_seqs
+    if config.max_num_seqs is not None:
+        raise InvalidRequestError(
+            f"max_num_seqs ({max_num_seqs}) needs two states of {state} for each request, and there is "
+            f"memory for {most}: lower max_num_seqs to {fit} or raise kv_memory",
+            "max_num_seqs",
         )
     notes.append(f"max_num_seqs is {fit}: each request needs two states of {state}")
-    return num_states, fit
+    return 1 + most, fit
 
 
 def check_budget(pool_bytes: int, free_memory: int, name: str, value: int) -> None:

@@ -77,6 +77,7 @@ class Engine:
             info.block_size,
             enable_caching=config.enable_prefix_caching,
             root_hash=root_hash(fingerprint),
+            partial_hits=True,
             states=StateSlots(info.num_states, info.block_size) if info.num_states else None,
         )
         self._scheduler = Scheduler(

@@ -121,7 +121,7 @@ class EngineInfo:
         pool_bytes: size of the KV arrays.
         full_length_requests: how many requests of ``max_model_len`` the pool holds at once.
         bytes_per_state: what recurrent layers keep of one sequence, whatever its length; 0 without any.
-        num_states: most such states kept at once, those of running requests and snapshots of prefixes.
+        num_states: slots for such states, those of running requests and snapshots of prefixes, and slot 0.
         eos_token_ids: ids that end an answer.
         notes: further lines for the start-up report.
     """

@@ -50,7 +50,7 @@ def fuse_adapter(model: "nn.Module", path: Path, config: dict[str, Any]) -> str:
         ModelLoadError: it does not fit the model; the message names what differs.
     """
     import mlx.core as mx
-    from mlx.utils import tree_flatten, tree_unflatten
+    from mlx.utils import tree_unflatten
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     kind = config.get("fine_tune_type", "lora")
@@ -59,6 +59,9 @@ def fuse_adapter(model: "nn.Module", path: Path, config: dict[str, Any]) -> str:
             f"{path} is of fine_tune_type {kind!r}; lora and dora can be fused at load: "
             "make a model of others with 'mlx_lm.fuse'"
         )
+    for key in ("num_layers", "lora_parameters"):
+        if key not in config:
+            raise ModelLoadError(f"{path / CONFIG} has no {key}: is the adapter in mlx-lm's format?")
     try:
         linear_to_lora_layers(
             model, config["num_layers"], config["lora_parameters"], use_dora=kind == "dora"
@@ -66,8 +69,11 @@ def fuse_adapter(model: "nn.Module", path: Path, config: dict[str, Any]) -> str:
     except Exception as error:  # mlx-lm lets whatever goes wrong through
         text = " ".join(str(error).split())
         raise ModelLoadError(f"{path} does not fit this model: {type(error).__name__}: {text}") from error
-    parameters: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    wanted = {name: array.shape for name, array in parameters if name.rpartition(".")[2] in _PARAMETERS}
+    wanted: dict[str, Any] = {}
+    for prefix, layer in model.named_modules():
+        if hasattr(layer, "fuse"):
+            own = {name: layer[name] for name in _PARAMETERS if name in layer}
+            wanted |= {f"{prefix}.{name}": array.shape for name, array in own.items()}
     weights = mx.load(str(path / WEIGHTS))
     assert isinstance(weights, dict)
     _require_equal(path, wanted, {name: array.shape for name, array in weights.items()})

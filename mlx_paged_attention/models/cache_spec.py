@@ -72,7 +72,8 @@ class ModelCacheSpec:
     @property
     def dtype(self) -> str:
         """That the model computes in."""
-        return (self.layers[0] if self.layers else self.states[0]).planes[0].dtype
+        kept: list[LayerKVSpec | StateSpec] = [*self.layers, *self.states]
+        return next(plane.dtype for one in kept for plane in one.planes)
 
     @property
     def bytes_per_block(self) -> int:
@@ -109,15 +110,21 @@ def observe_cache(model: nn.Module, *, block_size: int) -> ModelCacheSpec:
     must have been put under mlx-lm's name before.
 
     Raises:
-        UnsupportedModelError: a layer keeps something else.
+        UnsupportedModelError: a layer keeps something else, or mlx-lm cannot run the model at all.
     """
     cache = make_prompt_cache(model)
     watched: list[WatchedCache] = []
     states: list[ArraysCache] = []
     entries = [_entry(entry, index, watched, states) for index, entry in enumerate(cache)]
-    with mask_windows(watched):
-        output = model(mx.zeros((1, _TOKENS), mx.int32), cache=cache)
-        mx.eval(output if isinstance(output, mx.array) else [])
+    try:
+        with mask_windows(watched):
+            mx.eval(model(mx.zeros((1, _TOKENS), mx.int32), cache=cache))
+    except Exception as error:  # whatever model code raises: nothing of ours is in its way
+        raise UnsupportedModelError(
+            f"mlx_lm itself does not run this model here: {type(error).__name__}: {error}"
+        ) from error
+    if all(one.entry.keys is None for one in watched) and not any(True for s in states for _ in _arrays(s)):
+        raise UnsupportedModelError("the model keeps nothing between forward passes; use mlx_lm for it")
     used = [one for one in watched if one.entry.keys is not None]
     order = {id(one): index for index, one in enumerate(used)}
     numbers = [order.get(id(one)) for one in watched]

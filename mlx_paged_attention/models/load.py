@@ -109,7 +109,7 @@ def _load_directory(source: ModelSource, dtype: str, device: str) -> LoadedModel
     try:
         # Lazy: shapes are checked, but no weight is read before we know that it fits.
         model, config = mlx_lm_utils.load_model(path, lazy=True, trust_remote_code=False)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # OLMo's file ends the process if it misses a package
         raise _load_error(path, raw_config, error) from error
     notes: list[str] = []
     quantisation = _quantisation(model)
@@ -239,7 +239,7 @@ def _build(config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
     return model
 
 
-def _load_error(path: Path, config: dict[str, Any], error: Exception) -> ModelLoadError:
+def _load_error(path: Path, config: dict[str, Any], error: BaseException) -> ModelLoadError:
     """mlx-lm's exception as one line of ours, its text kept."""
     text = " ".join(str(error).split())[:400]
     model_type = config.get("model_type")

@@ -24,8 +24,7 @@ class WatchedCache:
         self.layer = layer
         self.windows: set[int | None] = set()
         self.has_own_mask = False
-        self._values: mx.array | None = None
-        self._keys: mx.array | None = None
+        self._fetched: list[tuple[mx.array, mx.array]] = []
 
     @property
     def window(self) -> int | None:
@@ -34,13 +33,19 @@ class WatchedCache:
 
     def fetched(self, keys: mx.array, values: mx.array) -> None:
         """The model got these; whoever attends to them is noted."""
-        self._keys, self._values = keys, values
+        self._fetched.append((keys, values))
         waiting_for_attention[id(keys)] = self
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None, mask: Any) -> mx.array:
         """mlx-lm's attention."""
-        out: mx.array = mlx_lm_attention(queries, self._keys, self._values, None, scale, mask, sinks)
+        out: mx.array = mlx_lm_attention(queries, *self._fetched[-1], None, scale, mask, sinks)
         return out
+
+    def forget(self) -> None:
+        """The forward pass is over."""
+        for keys, _ in self._fetched:
+            waiting_for_attention.pop(id(keys), None)
+        self._fetched.clear()
 
     def note(self, window: int | None, *, own: bool) -> None:
         """An attention with a mask of this window, or with one of the model's ``own``."""
@@ -90,4 +95,5 @@ def mask_windows(caches: Sequence[WatchedCache]) -> Iterator[None]:
     try:
         yield
     finally:
-        waiting_for_attention.clear()
+        for one in caches:
+            one.forget()

@@ -1,7 +1,6 @@
 """HostLayer: a layer whose pool MLX and numpy share and compiled loops read in place (CPU)."""
 
 import sys
-import threading
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -12,7 +11,7 @@ from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.host_chunk import attend_run
 from mlx_paged_attention.ops.host_copy import ContextCopy
-from mlx_paged_attention.ops.host_kernel import attend_rows, write_tokens
+from mlx_paged_attention.ops.host_kernel import ONE_LOOP, attend_rows, write_tokens
 from mlx_paged_attention.ops.host_memory import reserve
 from mlx_paged_attention.ops.layer import AttentionLayer
 
@@ -21,13 +20,10 @@ F32 = NDArray[np.float32]
 # reading the blocks in place for every token costs less.
 SHORT_RUN = 4
 # A single token attends within MLX's graph: over its context's pieces, up to so many of them, or over a copy
-# of a context that is not longer.
+# of a context whose keys and values take no more bytes in a layer.
 MOST_PIECES = 4
-MOST_COPIED = 2048
+MOST_COPIED = 4 << 20
 _NO_SINKS: NDArray[np.float32] = np.empty(0, np.float32)
-# One loop at a time, whatever engine it belongs to: it takes all cores, and the threads numba falls
-# back to where it finds no OpenMP abort the process when two callers enter them.
-_LOOP = threading.Lock()
 
 
 class HostLayer(AttentionLayer):
@@ -139,10 +135,8 @@ class HostLayer(AttentionLayer):
             pool_k, pool_v = self._pool_k, self._pool_v
             return [pool_k[:, b:e] for b, e in pieces], [pool_v[:, b:e] for b, e in pieces]
         length, start = sum(end - begin for begin, end in pieces), int(batch.starts[0])
-        if length > MOST_COPIED:
-            return None
-        keys, values = self._copy.hold(batch.block_tables[0], start - length, start)
-        return keys, values
+        held = self._copy.hold(batch.block_tables[0], start - length, start)
+        return None if held is None else (held[0], held[1])
 
     def _attend_one(
         self,
@@ -172,7 +166,7 @@ class HostLayer(AttentionLayer):
         out = np.empty((rows * length, heads, self.v.shape[3]), np.float32)
         sink_logits = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
         long_runs, short = batch.split(SHORT_RUN)
-        with _LOOP:
+        with ONE_LOOP:
             for begin, end in long_runs:
                 attend_run(
                     q[begin:end],

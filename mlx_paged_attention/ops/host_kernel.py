@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from typing import Any
 
 # OpenMP's threads would spin between two of our loops, on the cores that MLX's matmuls need.
@@ -13,6 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
+
+# One parallel loop at a time, whatever engine it belongs to: it takes all cores, and the threads numba falls
+# back to where it finds no OpenMP abort the process when two callers enter them.
+ONE_LOOP = threading.Lock()
 
 # Reassociation lets the compiler vectorise sums. Infinities and NaN keep their meaning: the
 # running maximum starts at -inf, and slots outside a context may hold anything.

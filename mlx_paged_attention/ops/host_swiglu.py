@@ -6,7 +6,7 @@ import mlx.core as mx
 import numba
 import numpy as np
 
-from mlx_paged_attention.ops.host_kernel import F32, exp_below_zero
+from mlx_paged_attention.ops.host_kernel import F32, ONE_LOOP, exp_below_zero
 
 # Elements from which the loop saves more than it costs to stop MLX's graph.
 LEAST = 8192
@@ -28,15 +28,17 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     mx.eval(gate, x)
     out = np.empty(gate.shape, np.float32)
     loop = _serial if gate.size < _SERIAL else _parallel
-    loop(_flat(gate), _flat(x), out.reshape(-1))
+    with ONE_LOOP:
+        loop(_flat(gate), _flat(x), out.reshape(-1))
     return mx.array(out)
 
 
 def compile_loops() -> None:
     """So that no request waits for it."""
     few = np.zeros(1, np.float32)
-    for loop in (_serial, _parallel):
-        loop(few, few, few.copy())
+    with ONE_LOOP:
+        for loop in (_serial, _parallel):
+            loop(few, few, few.copy())
 
 
 def _flat(x: mx.array) -> F32:

@@ -38,6 +38,7 @@ class RunnerRow:
     def __init__(self, new: NewRow) -> None:
         self.prompt = new.token_ids[: new.num_prompt_tokens]
         self.sampling = SamplingRow(new.token_ids, new.num_prompt_tokens, new.sampling)
+        self.state_slot = 0  # where its state is; 0 before its first tokens, or without recurrent layers
 
     def prompt_targets(self, row: PlannedRow) -> list[int]:
         """The prompt's tokens that the row's logits predict, if their log-probabilities are asked for."""
@@ -75,11 +76,12 @@ class ForwardOutput:
         return self.logits[mx.array(indices.astype(np.int32))]
 
 
-def give_up(pool: KVPool) -> None:
+def give_up(plan: StepPlan, pool: KVPool, states: StatePool) -> None:
     """Leave no trace of a step that failed halfway: what has started ends, the rest is forgotten."""
     with contextlib.suppress(Exception):
         mx.synchronize()
     pool.discard()
+    states.drop([row.state_to for row in plan.rows])
 
 
 class LaunchedStep:
@@ -94,6 +96,7 @@ class LaunchedStep:
     def __init__(
         self,
         pool: KVPool,
+        states: StatePool,
         plan: StepPlan,
         forwards: Sequence[ForwardOutput],
         rows: dict[str, RunnerRow],
@@ -102,6 +105,7 @@ class LaunchedStep:
         state: Sequence[mx.array],
     ) -> None:
         self._pool = pool
+        self._states = states
         self._plan = plan
         self._forwards = forwards
         self._rows = rows
@@ -120,7 +124,7 @@ class LaunchedStep:
         except BaseException:
             # Whoever keeps the exception keeps this object: it must not hold the pool's arrays.
             self._state, self._forwards, self._pending = (), (), None
-            give_up(self._pool)
+            give_up(self._plan, self._pool, self._states)
             raise
 
     def _read(self) -> StepOutput:
@@ -199,7 +203,8 @@ class ModelRunner:
         try:
             return self._launch(plan)
         except BaseException:
-            give_up(self._pool)
+            self._new_states = []
+            give_up(plan, self._pool, self._states)
             raise
 
     def _launch(self, plan: StepPlan) -> "LaunchedStep":
@@ -217,7 +222,7 @@ class ModelRunner:
         token_ids = None if pending is None else pending.token_ids
         self._last = (token_ids, {key: i for i, key in enumerate(sampled)})
         rows = {row.request_id: self._rows[row.request_id] for row in plan.rows}
-        return LaunchedStep(self._pool, plan, forwards, rows, sampled, pending, state)
+        return LaunchedStep(self._pool, self._states, plan, forwards, rows, sampled, pending, state)
 
     def forward(self, plan: StepPlan) -> list[ForwardOutput]:
         """Run the plan's forwards, which are its rows in order."""
@@ -237,13 +242,19 @@ class ModelRunner:
 
     def _admit(self, plan: StepPlan) -> None:
         for request_id in plan.released:
-            self._rows.pop(request_id, None)
+            left = self._rows.pop(request_id, None)
+            if left is not None:
+                self._new_states += self._states.set_apart(left.state_slot)
             self._tables.remove(request_id)
         for new in plan.new:
             self._rows[new.request_id] = RunnerRow(new)
             self._tables.add(new.request_id)
+        for source, target in plan.copies:
+            for layer in self._pool.layers:
+                layer.copy([source], [target])
         for row in plan.rows:
             self._tables.extend(row.request_id, row.new_block_ids)
+            self._rows[row.request_id].state_slot = row.state_to
 
     def _forward(self, batch: BatchInput) -> ForwardOutput:
         wanted, counts = self._wanted(batch)

@@ -20,6 +20,10 @@ class _Rows:
         """One of them, in memory of its own."""
         return _Rows(_map(self.arrays, lambda array: mx.contiguous(array[row : row + 1])))
 
+    @property
+    def count(self) -> int:
+        return next(_each(self.arrays)).shape[0]
+
 
 class StatePool:
     """States as values: a forward pass makes new ones, and nothing is ever written into.
@@ -50,7 +54,7 @@ class StatePool:
         begins, total = {}, 0
         for rows in sources:
             begins[id(rows)] = total
-            total += _num_rows(rows.arrays)
+            total += rows.count
         index = [begins[id(rows)] + row for rows, row in places]
         as_they_are = index == list(range(total))
         order = mx.array(np.array(index, np.int32))
@@ -67,22 +71,36 @@ class StatePool:
         """
         if not self.caches:
             return []
-        rows = _Rows([list(cache.cache) for cache in self.caches])
+        # Models hand back views, such as the last of a chunk's activations, which keep all of them alive.
+        rows = _Rows(_map([cache.cache for cache in self.caches], mx.contiguous))
         pending = list(_each(rows.arrays))
         for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if source not in (0, target):
-                pending += self._set_apart(source)
+                pending += self.set_apart(source)
             self._slots[target] = (rows, row)
         return pending
 
-    def _set_apart(self, slot: int) -> list[mx.array]:
-        """Its sequence goes on elsewhere: let what stays behind not keep the other rows' states alive."""
+    def set_apart(self, slot: int) -> list[mx.array]:
+        """Its sequence goes on elsewhere, or has ended: what stays must not keep the other rows alive.
+
+        Returns:
+            Arrays to evaluate.
+        """
+        if slot not in self._slots:
+            return []
         rows, row = self._slots[slot]
-        if _num_rows(rows.arrays) == 1:
+        if rows.count == 1:
             return []
         alone = rows.take(row)
         self._slots[slot] = (alone, 0)
         return list(_each(alone.arrays))
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget these slots, and whatever a forward pass has left in the caches: a step has failed."""
+        for slot in slots:
+            self._slots.pop(slot, None)
+        for cache in self.caches:
+            cache.cache = [None] * len(cache.cache)
 
 
 def _map(arrays: Arrays, function: Callable[[mx.array], mx.array]) -> Arrays:
@@ -94,10 +112,6 @@ def _each(arrays: Arrays) -> Iterator[mx.array]:
         for array in layer:
             if array is not None:
                 yield array
-
-
-def _num_rows(arrays: Arrays) -> int:
-    return next(_each(arrays)).shape[0]
 
 
 def _joined(parts: Sequence[mx.array | None], order: mx.array | None) -> mx.array | None:

@@ -26,6 +26,13 @@ class InFlight:
         for row in self.plan.rows:
             self.requests[row.request_id].num_samples_in_flight -= row.sample
 
+    def publish_states(self, manager: KVCacheManager) -> None:
+        """Its rows' states have been computed: others may go on from them."""
+        for row in self.plan.rows:
+            request = self.requests[row.request_id]
+            if request.status is RequestStatus.RUNNING:
+                manager.publish_state(request, row.start + len(row.token_ids), row.state_to)
+
 
 def unpublish_failed(
     manager: KVCacheManager, failed: InFlight, later: Iterable[InFlight], running: Sequence[Request]
@@ -39,11 +46,13 @@ def unpublish_failed(
     Returns:
         The requests whose blocks hold garbage: those of the step, and those that found such blocks.
     """
+    unwritten = {block_id for block_id, _ in failed.published}
     garbage = {block_id for block_id, key in failed.published if manager.is_published(block_id, key)}
     manager.unpublish(list(garbage))
     for flight in later:
         # What they publish loses its sharing, right or wrong.
         manager.unpublish([block for block, key in flight.published if manager.is_published(block, key)])
+        garbage.update(target for source, target in flight.plan.copies if source in unwritten)
 
     doomed: dict[str, Request] = {}
     for row in failed.plan.rows:

@@ -50,6 +50,7 @@ class Request:
         num_cached_tokens: prompt tokens that were found cached when it was first admitted.
         num_preemptions: how often it lost its blocks and had to start again.
         block_hashes: digest of each full block of ``token_ids``; stays empty without caching.
+        prefix_start: names what comes before the first block: whose prefixes it may share.
         arrival_order: place among all requests, set by the scheduler.
         stop_reason: the stop string or stop token id that ended it; ``None`` for end of sequence.
 
@@ -98,6 +99,7 @@ class Request:
         self.num_samples_in_flight = 0
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
+        self.prefix_start = b""
         self.status = RequestStatus.WAITING
         self.stop_reason: str | int | None = None
         self._hasher: BlockHasher | None = None
@@ -151,6 +153,7 @@ class Request:
         if self._hasher is not None:
             return
         self._hasher = hasher
+        self.prefix_start = hasher.start(adapter=self.adapter, cache_salt=self.cache_salt)
         self.block_hashes = list(known)
         self._extend_hashes()
 

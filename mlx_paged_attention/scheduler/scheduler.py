@@ -30,6 +30,7 @@ class _Scheduled:
     num_tokens: int
     new_block_ids: list[int]
     write_from: int
+    copy: tuple[int, int] | None = None
 
 
 class Scheduler:
@@ -201,7 +202,8 @@ class Scheduler:
             request.num_samples_in_flight += sample
         if not rows:
             return StepPlan(self.num_steps, [], [], [])
-        plan = StepPlan(self.num_steps, new, rows, self._released)
+        copies = [share.copy for share in shares.values() if share.copy is not None]
+        plan = StepPlan(self.num_steps, new, rows, self._released, copies)
         self._released = []
         requests = {key: share.request for key, share in shares.items()}
         self._in_flight[plan.step] = InFlight(plan, requests, self.manager.take_published())
@@ -227,11 +229,9 @@ class Scheduler:
         missing.difference_update([row.request_id for row in output.rows if row.token_ids])
         if missing:
             raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")
-        self._in_flight.pop(plan.step).end()
-        for row in plan.rows:
-            if requests[row.request_id].status is RequestStatus.RUNNING:
-                end = row.start + len(row.token_ids)
-                self.manager.publish_state(requests[row.request_id], end, row.state_to)
+        flight = self._in_flight.pop(plan.step)
+        flight.end()
+        flight.publish_states(self.manager)
         results = []
         for row_output in output.rows:
             request, row = requests[row_output.request_id], planned[row_output.request_id]
@@ -330,6 +330,8 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
             hit = manager.get_computed_blocks(request)
+            if manager.snapshot_is_coming(request, hit, self.running):
+                break
             num_tokens = min(request.num_tokens - hit.num_tokens, self._step_limit(request))
             if num_tokens > budget and not self._chunked:
                 break
@@ -352,7 +354,8 @@ class Scheduler:
                 )
             )
             write_from = max(hit.num_tokens, len(hit.block_ids) * manager.block_size)
-            shares[request.request_id] = _Scheduled(request, num_tokens, block_ids, write_from)
+            copy = (hit.copied_from, block_ids[len(hit.block_ids)]) if hit.copied_from else None
+            shares[request.request_id] = _Scheduled(request, num_tokens, block_ids, write_from, copy)
             budget -= num_tokens
         return new
 

@@ -56,6 +56,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     Attributes:
         new: requests that enter (or re-enter) the runner with this step.
         rows: at most one per request; a row may read blocks that an earlier row writes.
+        copies: blocks (source, target) to copy before the rows are computed, one after the other.
         released: requests whose runner state may be dropped before the step (finished,
             aborted or preempted since the last plan).
     """
@@ -64,6 +65,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new: list[NewRow]
     rows: list[PlannedRow]
     released: list[str]
+    copies: list[tuple[int, int]] = []
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,11 @@
 """Slots of four; sequences named by letters; a snapshot's hash is the tokens that it stands for."""
 
 import pytest
-from fake_runner import make_manager, make_request
+from fake_runner import FakeRunner, make_manager, make_request
 
 from mlx_paged_attention.cache.state_slots import StateSlots
 from mlx_paged_attention.scheduler.request import Request
+from mlx_paged_attention.scheduler.scheduler import Scheduler
 
 SIZE = 4
 
@@ -196,3 +197,18 @@ def test_without_prefix_caching_prompts_are_not_cut():
     manager.states = StateSlots(20, SIZE)
     request = make_request("a", list(range(19)))
     assert manager.chunk_end(request, 0, 19) == 19
+
+
+def test_a_prompt_waits_for_the_snapshot_that_an_equal_one_is_about_to_make():
+    manager = make_manager(40, SIZE)
+    manager.states = StateSlots(20, SIZE)
+    scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
+    for i in range(3):
+        scheduler.add_request(make_request(str(i), list(range(19)), max_tokens=2))
+    runner, computed = FakeRunner(SIZE), []
+    while scheduler.has_unfinished_requests:
+        plan = scheduler.schedule()
+        computed += [(row.request_id, len(row.token_ids)) for row in plan.rows if row.start < 19]
+        scheduler.update(plan, runner.run(plan))
+        manager.check()
+    assert computed == [("0", 16), ("0", 3), ("1", 3), ("2", 3)]

@@ -18,7 +18,7 @@ from parity_case import (
     check,
     with_far_thresholds,
 )
-from tiny_configs import KNOWN_WRONG, NEEDS_METAL, TINY, tiny_row
+from tiny_configs import KNOWN_WRONG, TINY, tiny_row
 from tiny_models import write_model
 
 from mlx_paged_attention.errors import RequestFailedError, UnsupportedModelError
@@ -68,10 +68,8 @@ def test_the_committed_table_is_whole():
 
 
 @pytest.mark.parametrize("loaded", REFUSED, indirect=True)
-def test_a_refusal_names_its_reason_in_one_error(loaded, request):
-    name, _, error = loaded
-    if name in NEEDS_METAL or name == "olmo":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="mlx-lm's own error comes through"))
+def test_a_refusal_names_its_reason_in_one_error(loaded):
+    _, _, error = loaded
     assert isinstance(error, UnsupportedModelError)
 
 

@@ -7,7 +7,8 @@ pytest.importorskip("numba", reason="comes with the extra for Linux's CPU build"
 
 from mlx_paged_attention.ops.host_copy import ContextCopy
 
-HEADS, BLOCKS, SIZE, DIM, MOST = 2, 12, 4, 3, 24
+HEADS, BLOCKS, SIZE, DIM = 2, 12, 4, 3
+MOST = 7 * 4 * HEADS * SIZE * (DIM + DIM + 2)  # bytes of seven blocks
 
 
 def fresh_planes() -> tuple[np.ndarray, np.ndarray]:
@@ -15,8 +16,14 @@ def fresh_planes() -> tuple[np.ndarray, np.ndarray]:
     return tuple(rng.standard_normal((HEADS, BLOCKS, SIZE, dim)).astype(np.float32) for dim in (DIM, DIM + 2))
 
 
+def hold(copy, table, begin, end):
+    """Asked for twice: at first sight a sequence is only remembered."""
+    table = np.array(table, np.int32)
+    return copy.hold(table, begin, end) or copy.hold(table, begin, end)
+
+
 def assert_holds(copy, planes, table, begin, end):
-    for (held,), plane in zip(copy.hold(np.array(table, np.int32), begin, end), planes, strict=True):
+    for (held,), plane in zip(hold(copy, table, begin, end), planes, strict=True):
         whole = plane[:, table].reshape(HEADS, -1, plane.shape[3])
         np.testing.assert_array_equal(np.array(held), whole[:, begin:end])
 
@@ -42,6 +49,21 @@ def test_from_step_to_step_only_the_blocks_that_are_new_are_copied():
     (held,), _ = copy.hold(np.array(table[:2], np.int32), 0, 7)
     assert np.array(held)[:, :4].all()
     np.testing.assert_array_equal(np.array(held)[:, 4:7], planes[0][:, 3, :3])
+
+
+def test_sequences_that_take_turns_are_not_copied():
+    copy = ContextCopy(fresh_planes(), MOST)
+    for end in range(5, 9):
+        for table in ([7, 3], [9, 2]):
+            assert copy.hold(np.array(table, np.int32), 0, end) is None
+    assert copy.hold(np.array([9, 2], np.int32), 0, 8) is not None
+
+
+def test_a_context_of_more_bytes_is_not_copied():
+    copy = ContextCopy(fresh_planes(), MOST)
+    long = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert hold(copy, long, 0, 7 * SIZE) is not None
+    assert hold(copy, long, 0, 7 * SIZE + 1) is None
 
 
 def test_a_write_to_what_is_held_is_noticed():

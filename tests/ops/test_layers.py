@@ -164,14 +164,15 @@ PIECES = {
 @pytest.mark.parametrize("window", [None, 1, 2, 9, 17, 100])
 @pytest.mark.parametrize("start", [0, 1, 7, 8, 9, 41, 47, 48])
 @pytest.mark.parametrize("table", [table for table, _ in PIECES.values()], ids=list(PIECES))
-@pytest.mark.parametrize("most_copied", [2048, 0], ids=["copied", "in place"])
+@pytest.mark.parametrize("most_copied", [4 << 20, 0], ids=["copied", "in place"])
 def test_a_single_token_equals_dense_attention_wherever_its_blocks_lie(
     monkeypatch, table, start, window, most_copied
 ):
     monkeypatch.setattr(host, "MOST_COPIED", most_copied)
     layer, batch, arrays, expected = one_token(table, start, window=window)
-    out = np.array(layer.attend(*arrays, batch, scale=SCALE))
-    np.testing.assert_allclose(out, expected, atol=2e-5)
+    for _ in range(2):  # copied from the second time on
+        out = np.array(layer.attend(*arrays, batch, scale=SCALE))
+        np.testing.assert_allclose(out, expected, atol=2e-5)
     block, offset = batch.slots[0] // BLOCK_SIZE, batch.slots[0] % BLOCK_SIZE
     keys, values = blocks_of(layer)
     np.testing.assert_array_equal(keys[block, :, offset], np.array(arrays[1])[0, :, 0])

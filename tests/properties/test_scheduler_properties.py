@@ -29,6 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             {
                 "enable_caching": st.sampled_from([True, True, False]),
                 "full_hit": st.sampled_from(["one_token", "recompute_block"]),
+                "partial_hits": st.booleans(),
             }
         ),
         options=st.fixed_dictionaries(

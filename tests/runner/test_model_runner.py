@@ -304,6 +304,24 @@ def test_a_model_that_fetches_keys_and_never_attends_is_an_error(loaded, monkeyp
     assert not seam.waiting_for_attention
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_copied_block_saves_computing_what_it_holds(loaded, oracle, on_host):
+    driver = StepDriver(*loaded, on_host=on_host)
+    driver.add("a", PROMPTS["a"])
+    driver.step(a=37)
+    shared, own = PROMPTS["a"][:21], [7, 8, 9]
+    source, used = driver._blocks["a"][1], driver._blocks["a"][0]
+    driver.add("b", [*shared, *own])
+    driver._blocks["b"], driver._computed["b"] = [used, 60], 21
+    plan = driver.plan(b=3)
+    row = msgspec.structs.replace(plan.rows[0], new_block_ids=[used, 60])
+    plan = msgspec.structs.replace(plan, rows=[row], copies=[(source, 60)])
+    driver.take(driver.runner.launch(plan).read())
+    driver.step(b=1, a=1)
+    assert driver.tokens["b"][24:] == oracle("llama").greedy([*shared, *own], 2).token_ids
+    assert driver.tokens["a"][37:] == oracle("llama").greedy(PROMPTS["a"], 2).token_ids
+
+
 def test_a_table_grows_beyond_its_first_capacity(driver, oracle):
     prompt = varied_prompt(16 * 16 + 3, 5)
     driver.add("a", prompt)

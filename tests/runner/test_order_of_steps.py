@@ -46,7 +46,7 @@ def serve(directory, layout, prompts, *, num_blocks, budget=64, max_tokens=4):
     As in the engine, a step is launched before the one before it has been read.
     """
     host, spec = load_host(directory)
-    manager = make_manager(num_blocks, BLOCK_SIZE)
+    manager = make_manager(num_blocks, BLOCK_SIZE, partial_hits=True)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200)
     runner = ModelRunner(host, spec, make_pool(spec, num_blocks, host=False), layout)
     for i, prompt in enumerate(prompts):
@@ -123,6 +123,14 @@ def shared_in_one_step_and_packed(directory):
     shared_in_one_step(directory, COMPILED)
 
 
+def parted_within_a_block(directory, layout=COMPILED):
+    """Blocks of a prompt that has been computed are copied, for prompts that follow while it decodes."""
+    prompt = varied_prompt(40, 1)
+    others = [prompt[:length] + varied_prompt(9, length) for length in (21, 30, 5)]
+    _, plans = serve(directory, layout, [prompt, *others], num_blocks=20, budget=32, max_tokens=12)
+    assert sum(len(plan.copies) for plan in plans) >= 2
+
+
 def recycled(directory):
     prompts = [varied_prompt(20 + i, i) for i in range(4)]
     _, plans = serve(directory, COMPILED, prompts, num_blocks=5, budget=32)
@@ -185,6 +193,7 @@ PROGRAMS = [
     (mixed_and_packed, "llama"),
     (shared_in_one_step, "llama"),
     (shared_in_one_step_and_packed, "llama"),
+    (parted_within_a_block, "llama"),
     (recycled, "llama"),
     (preempted, "llama"),
     (mlx_lm_generate, "llama"),

@@ -62,6 +62,48 @@ def test_a_state_that_is_left_behind_does_not_keep_the_others_alive(pool):
     assert [value(pool, slot) for slot in (1, 2, 3, 4)] == [1.0, 12.0, 13.0, 11.0]
 
 
+def held_bytes(pool: StatePool) -> int:
+    arrays = {id(rows): rows.arrays for rows, _ in pool._slots.values()}
+    return sum(
+        array.nbytes for layers in arrays.values() for layer in layers for array in layer if array is not None
+    )
+
+
+def test_rows_that_end_one_by_one_leave_one_state_each_behind(pool):
+    slots = list(range(1, 9))
+    for slot in slots:
+        advance(pool, [0], [slot], [1.0])
+    one = held_bytes(pool) // len(slots)
+    while slots:
+        mx.eval(advance(pool, slots, slots, [1.0] * len(slots)))
+        mx.eval(pool.set_apart(slots.pop()))
+        assert held_bytes(pool) <= (8 + len(slots)) * one
+    assert held_bytes(pool) == 8 * one
+
+
+def test_a_view_of_a_chunks_activations_does_not_keep_them_alive():
+    pool = StatePool([1])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    pool.load([0])
+    activations = mx.random.normal((1, 4096, 1024))
+    pool.caches[0][0] = activations[:, -3:, :]
+    pending = pool.store([0], [1])
+    mx.eval(pending)
+    pool.drop([])  # what a next forward does to the caches
+    del activations, pending
+    assert mx.get_active_memory() - before < 1 << 20
+
+
+def test_a_step_that_failed_leaves_nothing_in_its_slots(pool):
+    advance(pool, [0], [1], [1.0])
+    advance(pool, [1], [2], [1.0])
+    pool.drop([2])
+    assert set(pool._slots) == {1}
+    assert all(array is None for cache in pool.caches for array in cache.cache)
+    assert value(pool, 1) == 1.0
+
+
 def test_the_first_tokens_of_a_sequence_come_alone(pool):
     advance(pool, [0], [1], [1.0])
     with pytest.raises(AssertionError, match="first tokens share a forward pass"):

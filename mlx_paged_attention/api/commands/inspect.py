@@ -41,7 +41,7 @@ def inspect(
         options["model"] = name
     config = EngineConfig(**options)
     require_supported()
-    source = resolve(config.model)
+    source = resolve(config.model, adapter=config.adapter_path)
     from mlx_paged_attention.engine.loading import inspect_model  # brings MLX
 
     inspection = inspect_model(config, source, say)

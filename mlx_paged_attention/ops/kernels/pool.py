@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_paged_attention.ops.kernels.make import Kernel
 
-# Longer than the 8 bytes that MLX keeps in the host's memory on CUDA, out of a kernel's reach but for the bus.
+# Longer than the 8 bytes that MLX keeps in the host's memory on CUDA, beyond the bus for a kernel.
 TOKEN = (8,)
 
 _WRITE = Kernel("write_kv", ("k", "v", "k_pool", "v_pool", "slots", "after"), ("done",), ("k_pool", "v_pool"))

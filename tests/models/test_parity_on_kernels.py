@@ -1,0 +1,62 @@
+"""What engines say on the kernels is what mlx-lm says, for models whose layers differ from each other.
+
+Steps are stated as on a GPU; where there is none, the kernels' Metal text runs in the emulator.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from emulated_kernels import emulated_kernels, skip_without_gpu
+from parity_case import ParityCase, chunked_prefill, fork, preemption, prefix_hit, ragged_batch
+from tiny_configs import tiny_row
+from tiny_models import write_model
+
+from mlx_paged_attention.engine import loading
+from mlx_paged_attention.ops import packing
+
+# Windows, and keys shared between layers; a window in the mask alone; layers run twice; states; both kinds.
+MODELS = {
+    "gemma4_text": "packed rows, compiled",
+    "mistral3": "packed rows, compiled",
+    "iquestloopcoder": "packed rows, compiled",
+    "jamba": "row layout",
+    "falcon_h1": "row layout",
+}
+FEATURES = (ragged_batch, chunked_prefill, prefix_hit, preemption, fork)
+
+
+@pytest.fixture(scope="module", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request) -> Iterator[None]:
+    if request.param == "gpu":
+        skip_without_gpu()
+        yield
+        return
+    with emulated_kernels(), pytest.MonkeyPatch.context() as patch:
+        # As on a machine whose pool is not the host's.
+        without = SimpleNamespace(util=SimpleNamespace(find_spec=_all_but_numba))
+        patch.setattr(loading, "importlib", without)
+        # Tiles of queries, which Metal would take for short runs only.
+        patch.setattr(packing, "GATHER_BEYOND", {"cuda": 1000, "metal": 24})
+        mx.disable_compile()
+        yield
+        mx.enable_compile()
+
+
+def _all_but_numba(name: str):
+    return None if name == "numba" else importlib.util.find_spec(name)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, kernels, tmp_path_factory) -> Iterator[ParityCase]:
+    case = ParityCase(write_model(tiny_row(request.param), tmp_path_factory.mktemp("model")))
+    assert case.llm.info.forward == MODELS[request.param]
+    yield case
+    case.close()
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+def test_what_the_engine_says_on_kernels_is_what_mlx_lm_says(case, feature):
+    feature(case)
