@@ -120,9 +120,7 @@ def observe_cache(model: nn.Module, *, block_size: int) -> ModelCacheSpec:
         with mask_windows(watched):
             mx.eval(model(mx.zeros((1, _TOKENS), mx.int32), cache=cache))
     except Exception as error:  # whatever model code raises: nothing of ours is in its way
-        raise UnsupportedModelError(
-            f"mlx_lm itself does not run this model here: {type(error).__name__}: {error}"
-        ) from error
+        raise not_run_by_mlx_lm(error) from error
     if all(one.entry.keys is None for one in watched) and not any(True for s in states for _ in _arrays(s)):
         raise UnsupportedModelError("the model keeps nothing between forward passes; use mlx_lm for it")
     used = [one for one in watched if one.entry.keys is not None]
@@ -136,6 +134,13 @@ def observe_cache(model: nn.Module, *, block_size: int) -> ModelCacheSpec:
         own_masks=any(one.has_own_mask for one in used),
         kinds=tuple(_kind(one) for one in used),
         query_heads=_query_heads(getattr(model, "args", {})) or UNKNOWN_HEADS,
+    )
+
+
+def not_run_by_mlx_lm(error: Exception) -> UnsupportedModelError:
+    """What a model's own code raised, on mlx-lm's own cache."""
+    return UnsupportedModelError(
+        f"mlx_lm itself does not run this model here: {type(error).__name__}: {error}"
     )
 
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from mlx_paged_attention.errors import UnsupportedModelError
-from mlx_paged_attention.models.cache_spec import ModelCacheSpec
+from mlx_paged_attention.models.cache_spec import ModelCacheSpec, not_run_by_mlx_lm
 from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
 from mlx_paged_attention.runner.model_host import ModelHost
@@ -44,7 +44,10 @@ def choose_layout(host: ModelHost, spec: ModelCacheSpec, *, vocab_size: int, on_
         [(37 * i * i + 101 * i + 11 * s + 3) % vocab_size for i in range(length)]
         for s, length in enumerate(lengths)
     ]
-    references = [mlx_lm_logits(host.model, prompt) for prompt in prompts]
+    try:
+        references = [mlx_lm_logits(host.model, prompt) for prompt in prompts]
+    except Exception as error:  # whatever model code raises: nothing of ours is in its way
+        raise not_run_by_mlx_lm(error) from error
     tolerance = TOLERANCE[spec.dtype]
     failures = []
     for layout in _candidates(spec, on_host=on_host):

@@ -3,6 +3,7 @@
 Written by ``python tests/models/models_table.py``.
 """
 
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -62,7 +63,7 @@ def refusal(error: BaseException) -> str:
     text = str(error)
     if text.startswith("the model does not compute on the paged cache"):
         return "on the paged cache it does not compute what it computes in mlx_lm"
-    text = text.removeprefix("mlx_lm itself does not run this model here: ")
+    text = re.sub(r"^mlx_lm itself does not run this model here: \w+: ", "", text)
     return text.split(";")[0].split(": only")[0]
 
 

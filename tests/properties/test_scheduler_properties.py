@@ -54,11 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """``snapshots``: slots for states beyond what requests need; ``None`` is a model without states."""
         if not options["enable_chunked_prefill"]:
             options = {**options, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
-        self.manager = make_manager(
-            num_blocks, block_size, on_evict=lambda *block: self.evicted.append(block), **cache
-        )
+        states = None
         if snapshots is not None:
-            self.manager.states = StateSlots(1 + 2 * options["max_num_seqs"] + snapshots, block_size)
+            states = StateSlots(1 + 2 * options["max_num_seqs"] + snapshots, block_size)
+        self.manager = make_manager(
+            num_blocks, block_size, on_evict=lambda *block: self.evicted.append(block), states=states, **cache
+        )
         self.scheduler = Scheduler(self.manager, max_model_len=MAX_MODEL_LEN, **options)
         self.runner = FakeRunner(block_size)
         self.evicted: list[tuple[int, bytes]] = []
