@@ -70,10 +70,10 @@ def plan_pool(
         check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
     budget = free_memory // 4 if config.kv_memory is None else config.kv_memory
     num_states = state_bytes = 0
+    least = _least_memory(bytes_per_block, bytes_per_state, config.max_num_seqs or 1)
     if bytes_per_state:
-        share = 2 if bytes_per_block else 1
-        most = budget // share // bytes_per_state
-        num_states, max_num_seqs = _plan_states(config, bytes_per_state, max_num_seqs, most, share, notes)
+        most = budget // (2 if bytes_per_block else 1) // bytes_per_state
+        num_states, max_num_seqs = _plan_states(config, bytes_per_state, max_num_seqs, most, least, notes)
         state_bytes = (num_states - 1) * bytes_per_state
     wanted = 1 + max_num_seqs * -(-max_model_len // size)
     if config.num_blocks is not None:
@@ -86,7 +86,7 @@ def plan_pool(
         if num_blocks < 2 and config.kv_memory is not None:
             raise InvalidRequestError(
                 f"kv_memory ({config.kv_memory} bytes) holds no two blocks of {bytes_per_block} bytes "
-                f"({size} tokens each); give at least {2 * bytes_per_block + state_bytes}",
+                f"({size} tokens each); give at least {least}",
                 "kv_memory",
             )
         if config.kv_memory is None:
@@ -112,37 +112,46 @@ def plan_pool(
     return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, full_length, notes, num_states)
 
 
+def _least_memory(bytes_per_block: int, bytes_per_state: int, max_num_seqs: int) -> int:
+    """A ``kv_memory`` that holds two blocks, and the states of so many requests in at most half of it."""
+    states = 2 * max_num_seqs * bytes_per_state
+    if not bytes_per_state or not bytes_per_block:
+        return 2 * bytes_per_block + states
+    return 2 * max(states, 2 * bytes_per_block)
+
+
 def _plan_states(
-    config: EngineConfig, bytes_per_state: int, max_num_seqs: int, most: int, share: int, notes: list[str]
+    config: EngineConfig, bytes_per_state: int, max_num_seqs: int, most: int, least: int, notes: list[str]
 ) -> tuple[int, int]:
     """Slots for states, slot 0 included, and how many requests may run with them.
 
     Args:
-        most: states that there is memory for, one ``share``-th of all.
+        most: states that there is memory for.
+        least: ``kv_memory`` that would do.
     """
     fit = most // 2  # a request may need two at a time
-    state = f"{bytes_per_state / MIB:.1f} MiB"
-    if fit < 1 and config.kv_memory is not None:
-        raise InvalidRequestError(
-            f"kv_memory ({config.kv_memory} bytes) is too little for the states of recurrent layers: a "
-            f"request needs two of {state}; give at least {2 * share * bytes_per_state}",
-            "kv_memory",
-        )
-    if fit < 1:
-        raise ModelLoadError(
-            f"too little memory for the states of recurrent layers: a request needs two of {state}; "
-            "close other programs or use a smaller model"
-        )
+    state = f"{bytes_per_state / MIB:.1f} MiB" if bytes_per_state >= MIB else f"{bytes_per_state:,} bytes"
     if fit >= max_num_seqs:
         return 1 + min(3 * max_num_seqs, most), max_num_seqs
-    if config.max_num_seqs is not None:
+    if fit >= 1 and config.max_num_seqs is None:
+        notes.append(f"max_num_seqs is {fit}: each request needs two states of {state}")
+        return 1 + most, fit
+    if config.kv_memory is not None:
+        raise InvalidRequestError(
+            f"kv_memory ({config.kv_memory} bytes) is too little for the states of recurrent layers, two of "
+            f"{state} for each request: give at least {least}, or lower max_num_seqs",
+            "kv_memory",
+        )
+    if fit >= 1:
         raise InvalidRequestError(
             f"max_num_seqs ({max_num_seqs}) needs two states of {state} for each request, and there is "
-            f"memory for {most}: lower max_num_seqs to {fit} or raise kv_memory",
+            f"memory for {most}: lower max_num_seqs to {fit} or set kv_memory to at least {least}",
             "max_num_seqs",
         )
-    notes.append(f"max_num_seqs is {fit}: each request needs two states of {state}")
-    return 1 + most, fit
+    raise ModelLoadError(
+        f"too little memory for the states of recurrent layers: a request needs two of {state}; "
+        "close other programs or use a smaller model"
+    )
 
 
 def check_budget(pool_bytes: int, free_memory: int, name: str, value: int) -> None:

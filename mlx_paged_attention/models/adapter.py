@@ -54,7 +54,7 @@ def fuse_adapter(model: "nn.Module", path: Path, config: dict[str, Any]) -> str:
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     kind = config.get("fine_tune_type", "lora")
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise UnsupportedModelError(
             f"{path} is of fine_tune_type {kind!r}; lora and dora can be fused at load: "
             "make a model of others with 'mlx_lm.fuse'"
@@ -80,7 +80,12 @@ def fuse_adapter(model: "nn.Module", path: Path, config: dict[str, Any]) -> str:
     model.load_weights(list(weights.items()), strict=False)
     layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
     packed = any("scales" in inner for _, layer in layers for inner in layer.modules())
-    model.update_modules(tree_unflatten([(name, layer.fuse()) for name, layer in layers]))
+    try:
+        fused = [(name, layer.fuse()) for name, layer in layers]
+    except Exception as error:  # a scale that is no number, for one
+        text = " ".join(str(error).split())
+        raise ModelLoadError(f"{path} cannot be fused: {type(error).__name__}: {text}") from error
+    model.update_modules(tree_unflatten(fused))
     model.eval()
     anew = ", which quantised them anew" if packed else ""
     return f"the {_TYPES[kind]} adapter {path.name} was added to {len(layers)} layers{anew}"

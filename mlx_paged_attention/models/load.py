@@ -339,5 +339,9 @@ def _eos_ids(*configs: dict[str, Any]) -> list[int]:
     ids: list[int] = []
     for config in configs:
         value = config.get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in found:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise ModelLoadError(f"eos_token_id must be a token id or a list of them, not {value!r}")
+        ids += found
     return list(dict.fromkeys(ids))

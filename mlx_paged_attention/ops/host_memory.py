@@ -1,11 +1,28 @@
 """Memory that both MLX and numpy can name, committed by the operating system as it is first written."""
 
 import io
+import threading
+from collections.abc import Callable
 from typing import BinaryIO, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
+
+# Loading runs Python on a thread of MLX, which must get the interpreter's lock; ``mx.clear_cache`` keeps
+# that lock while it waits for MLX's threads. mlx-lm calls it in the middle of a generation, in whatever
+# thread it is used.
+_RESERVING = threading.Lock()
+_clear_cache: Callable[[], None] = mx.clear_cache
+
+
+def _clear_cache_in_turn() -> None:
+    """``mx.clear_cache``, but not while memory is being reserved."""
+    with _RESERVING:  # waiting for it gives up the interpreter's lock
+        _clear_cache()
+
+
+mx.clear_cache = _clear_cache_in_turn
 
 
 def reserve(shape: tuple[int, ...]) -> tuple[mx.array, NDArray[np.float32]]:
@@ -15,9 +32,11 @@ def reserve(shape: tuple[int, ...]) -> tuple[mx.array, NDArray[np.float32]]:
     Loading is the one way to have MLX allocate and not write: it hands the memory to the file
     to be filled, and this file leaves it as it is.
     """
-    array = mx.load(cast(BinaryIO, _Unread(shape)), format="npy")
-    assert isinstance(array, mx.array)
-    mx.eval(array)
+    with _RESERVING:
+        array = mx.load(cast(BinaryIO, _Unread(shape)), format="npy")
+        assert isinstance(array, mx.array)
+        mx.eval(array)
+        mx.synchronize()  # the file is given up on that thread, too
     return array, np.array(array, copy=False)
 
 

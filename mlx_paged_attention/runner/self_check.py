@@ -46,8 +46,12 @@ def choose_layout(host: ModelHost, spec: ModelCacheSpec, *, vocab_size: int, on_
     ]
     try:
         references = [mlx_lm_logits(host.model, prompt) for prompt in prompts]
-    except Exception as error:  # whatever model code raises: nothing of ours is in its way
-        raise not_run_by_mlx_lm(error) from error
+    except Exception as exception:  # whatever model code raises: nothing of ours is in its way
+        raise not_run_by_mlx_lm(exception) from exception
+    if not all(np.isfinite(reference).all() for reference in references):
+        raise UnsupportedModelError(
+            "mlx_lm itself computes no finite numbers with this model: its weights, or an adapter, are bad"
+        )
     tolerance = TOLERANCE[spec.dtype]
     failures = []
     for layout in _candidates(spec, on_host=on_host):

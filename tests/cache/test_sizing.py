@@ -1,5 +1,7 @@
 """What the configuration leaves open is derived from the model and the machine."""
 
+import re
+
 import pytest
 
 from mlx_paged_attention.cache.sizing import PoolPlan, plan_pool
@@ -12,11 +14,18 @@ BYTES_PER_BLOCK = 16 * 1024
 
 
 def plan(
-    *, bytes_per_block=BYTES_PER_BLOCK, model_max_len=8192, free=64 * GIB, on_host=False, **config
+    *,
+    bytes_per_block=BYTES_PER_BLOCK,
+    bytes_per_state=0,
+    model_max_len=8192,
+    free=64 * GIB,
+    on_host=False,
+    **config,
 ) -> PoolPlan:
     return plan_pool(
         EngineConfig(**config),
         bytes_per_block=bytes_per_block,
+        bytes_per_state=bytes_per_state,
         model_max_len=model_max_len,
         free_memory=free,
         on_host=on_host,
@@ -106,3 +115,55 @@ def test_one_given_step_limit_shapes_the_other(on_host):
     assert (many.max_num_seqs, many.max_num_batched_tokens) == (5000, 5000)
     both = plan(max_num_seqs=3, max_num_batched_tokens=9, on_host=on_host)
     assert (both.max_num_seqs, both.max_num_batched_tokens) == (3, 9)
+
+
+# ---- states of recurrent layers
+
+
+def test_a_request_may_need_two_states_and_half_as_many_again_keep_snapshots():
+    derived = plan(bytes_per_state=MIB, max_num_seqs=4)
+    assert (derived.num_states, derived.max_num_seqs) == (1 + 12, 4)
+    assert plan().num_states == 0
+
+
+def test_fewer_requests_run_if_their_states_do_not_fit_and_it_is_said():
+    derived = plan(bytes_per_state=64 * MIB, free=4 * GIB)
+    assert derived.num_states == 1 + 8  # half of a quarter
+    assert derived.max_num_seqs == 4
+    assert "max_num_seqs is 4: each request needs two states of 64.0 MiB" in derived.notes
+    assert derived.num_blocks * BYTES_PER_BLOCK <= GIB // 2
+
+
+def test_states_count_towards_a_pool_of_so_many_blocks():
+    free = 8 * GIB
+    blocks = (free - 12 * 60 * MIB) // BYTES_PER_BLOCK
+    plan(bytes_per_state=60 * MIB, num_blocks=blocks, max_num_seqs=4, free=free)
+    with pytest.raises(InvalidRequestError, match="num_blocks"):
+        plan(bytes_per_state=60 * MIB, num_blocks=blocks + 1, max_num_seqs=4, free=free)
+
+
+@pytest.mark.parametrize("bytes_per_block", [0, 1000, BYTES_PER_BLOCK, MIB])
+@pytest.mark.parametrize("bytes_per_state", [0, 10, 12_345, MIB, 60 * MIB])
+@pytest.mark.parametrize("max_num_seqs", [None, 1, 64])
+def test_the_memory_that_a_refusal_names_is_enough(bytes_per_block, bytes_per_state, max_num_seqs):
+    if not bytes_per_block and not bytes_per_state:
+        return
+    options = {"bytes_per_block": bytes_per_block, "bytes_per_state": bytes_per_state}
+    options |= {"max_num_seqs": max_num_seqs, "free": 1 << 50}
+    with pytest.raises(InvalidRequestError) as refused:
+        plan(kv_memory=1, **options)
+    assert refused.value.param == "kv_memory"
+    plan(kv_memory=int(re.search(r"give at least (\d+)", str(refused.value))[1]), **options)
+
+
+def test_a_machine_without_room_for_two_states_is_too_small():
+    with pytest.raises(ModelLoadError, match=r"a request needs two of 60\.0 MiB"):
+        plan(bytes_per_state=60 * MIB, free=512 * MIB)
+    with pytest.raises(InvalidRequestError, match="lower max_num_seqs to 4 or set kv_memory to at least"):
+        plan(bytes_per_state=64 * MIB, free=4 * GIB, max_num_seqs=5)
+
+
+def test_a_model_without_attention_counts_blocks_and_makes_few():
+    derived = plan(bytes_per_block=0, bytes_per_state=MIB, model_max_len=131_072, max_num_seqs=256)
+    assert derived.num_blocks == 1 << 16
+    assert derived.max_model_len == 131_072

@@ -172,3 +172,23 @@ def test_a_truncated_adapter_is_refused(adapter, tiny_model):
     path = adapter / "adapters.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert "cut short or damaged" in refused(tiny_model("llama"), adapter)
+
+
+@pytest.mark.parametrize("scale", ["2.0", None])
+def test_a_scale_that_is_no_number_is_refused_in_one_line(adapter, tiny_model, scale):
+    edit_config(adapter, lora_parameters=PARAMETERS | {"scale": scale})
+    assert "cannot be fused" in refused(tiny_model("llama"), adapter)
+
+
+@pytest.mark.parametrize("key", ["num_layers", "lora_parameters"])
+def test_a_configuration_that_lacks_a_key_is_told_which(adapter, tiny_model, key):
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    assert f"has no {key}" in refused(tiny_model("llama"), adapter)
+
+
+def test_a_fine_tune_type_of_another_kind_is_refused(adapter, tiny_model):
+    edit_config(adapter, fine_tune_type=["lora"])
+    assert "fine_tune_type ['lora']" in refused(tiny_model("llama"), adapter, UnsupportedModelError)

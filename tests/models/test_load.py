@@ -276,3 +276,13 @@ def test_the_default_model_knows_the_capital_of_france(smollm2_source):
     prompt = mx.array([tokens.index(token) for token in ("The", "Ġcapital", "Ġof", "ĠFrance", "Ġis")])
     first = next(iter(generate_step(prompt, loaded.model, max_tokens=1)))[0]
     assert tokens[int(first)] == "ĠParis"
+
+
+@pytest.mark.parametrize("value", ["x", {"id": 2}, [2, "x"], True])
+def test_an_end_of_sequence_id_of_another_type_is_refused(tiny_model, tmp_path, value):
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("llama"), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": value}))
+    with pytest.raises(ModelLoadError, match="eos_token_id must be a token id"):
+        load_model(resolve(str(directory), progress=False), dtype="auto", device="cpu")

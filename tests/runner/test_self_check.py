@@ -155,9 +155,22 @@ def test_a_model_that_raises_is_refused_with_what_it_raised(llama_host):
     assert choose(host, spec) is PACKED
 
 
-def test_numbers_that_are_no_numbers_are_not_taken_for_agreement(llama_host):
+def test_weights_that_are_no_numbers_are_said_to_be_damaged(llama_host):
     host, spec = llama_host
     host.model.lm_head.weight = mx.full(host.model.lm_head.weight.shape, mx.nan)
+    with pytest.raises(UnsupportedModelError, match="mlx_lm itself computes no finite numbers"):
+        choose(host, spec)
+
+
+class NotANumberWhenPaged(llama.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        out = super().__call__(x, mask, cache)
+        return out if isinstance(cache, KVCache) else out * mx.nan
+
+
+def test_numbers_that_are_no_numbers_are_not_taken_for_agreement(llama_host):
+    host, spec = llama_host
+    replace_attention(host, NotANumberWhenPaged)
     with pytest.raises(UnsupportedModelError, match="off by inf"):
         choose(host, spec)
 

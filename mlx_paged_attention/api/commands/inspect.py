@@ -9,7 +9,9 @@ from cyclopts import Parameter
 from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, say
 from mlx_paged_attention.api.environment import require_supported
 from mlx_paged_attention.api.report import counted, size
+from mlx_paged_attention.api.start import check_length
 from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.models.source import resolve
 
 if TYPE_CHECKING:
@@ -37,11 +39,13 @@ def inspect(
 ) -> int:
     """Load a model, compare it with mlx-lm, and print what each layer keeps; exit 1 if it is refused."""
     options = engine.options()
-    if name is not None:
-        options["model"] = name
+    if name is not None and options["model"] not in (None, name):
+        raise InvalidRequestError(f"inspect one model: {name!r} or {options['model']!r}", "model")
+    options["model"] = name or options["model"]
     config = EngineConfig(**options)
     require_supported()
     source = resolve(config.model, adapter=config.adapter_path)
+    check_length(config.max_model_len, source)
     from mlx_paged_attention.engine.loading import inspect_model  # brings MLX
 
     inspection = inspect_model(config, source, say)
