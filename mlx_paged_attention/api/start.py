@@ -42,7 +42,7 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> StartedEngi
     """
     require_supported()
     source = resolve(config.model, adapter=config.adapter_path, progress=progress is not None)
-    check_length(config.max_model_len, source)
+    _check_length(config.max_model_len, source)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
     engine = AsyncEngine(config, source, tokenizer, progress or (lambda _: None))
     return StartedEngine(engine, tokenizer, _generation_config(source))
@@ -55,7 +55,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return Tokenizer.from_directory(source.path)
 
 
-def check_length(wanted: int | None, source: ModelSource) -> None:
+def _check_length(wanted: int | None, source: ModelSource) -> None:
     """Refuse what the model cannot do before it is loaded."""
     if wanted is not None and wanted > (limit := stated_context(source) or ASSUMED_CONTEXT):
         raise InvalidRequestError(

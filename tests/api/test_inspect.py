@@ -30,14 +30,14 @@ def test_a_model_that_is_not_there_is_one_line(capsys):
     assert err.count("\n") == 1
 
 
-def test_two_models_and_a_context_that_the_model_does_not_have_are_refused(capsys, tiny_model):
+def test_two_models_and_flags_of_a_pool_are_refused(capsys, tiny_model):
     llama = str(tiny_model("llama"))
     status, _, err = run(capsys, "inspect", llama, "--model", "other")
     assert status == 2
     assert "inspect one model" in err
-    status, _, err = run(capsys, "inspect", llama, "--max-model-len", "1000000")
+    status, _, err = run(capsys, "inspect", llama, "--kv-memory", "1GB")  # there is no pool
     assert status == 2
-    assert "exceeds" in err
+    assert "--kv-memory" in err
 
 
 def test_a_refused_model_says_why_and_what_is_known_of_it():

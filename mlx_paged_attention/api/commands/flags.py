@@ -49,8 +49,8 @@ def _flag(text: str, **options: Any) -> Parameter:
 
 @Parameter(name="*", group=_ENGINE)
 @dataclass(frozen=True, kw_only=True)
-class EngineFlags:
-    """The fields of ``EngineConfig``."""
+class ModelFlags:
+    """Those fields of ``EngineConfig`` that say which model it is, and where it computes."""
 
     model: Annotated[
         str | None,
@@ -65,6 +65,14 @@ class EngineFlags:
     dtype: Annotated[
         DType, _flag("Type of weights and KV cache; auto: the checkpoint's own, on a CPU float32.")
     ] = "auto"
+    device: Annotated[Device | None, _flag("Where to run; without it MLX's default.")] = None
+
+
+@Parameter(name="*", group=_ENGINE)
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags(ModelFlags):
+    """The fields of ``EngineConfig``."""
+
     max_model_len: Annotated[int | None, _flag("Longest prompt plus answer, in tokens.")] = None
     max_num_seqs: Annotated[int | None, _flag("Most requests computed in one step.")] = None
     max_num_batched_tokens: Annotated[int | None, _flag("Token budget of one step.")] = None
@@ -87,7 +95,6 @@ class EngineFlags:
     skip_tokenizer_init: Annotated[
         bool, _flag("Serve token ids only, for models without a tokenizer.", negative="", show_default=False)
     ] = False
-    device: Annotated[Device | None, _flag("Where to run; without it MLX's default.")] = None
 
     def options(self, *, text: bool = False) -> dict[str, Any]:
         """Keyword arguments of ``AsyncLLM``, checked.
@@ -144,6 +151,7 @@ class SamplingFlags:
         return SamplingParams(**(defaults | given | own))
 
 
+DEFAULT_MODEL = ModelFlags()
 DEFAULT_ENGINE = EngineFlags()
 DEFAULT_SAMPLING = SamplingFlags()
 

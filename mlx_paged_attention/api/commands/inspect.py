@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from mlx_paged_attention.api.commands.flags import DEFAULT_ENGINE, EngineFlags, say
+from mlx_paged_attention.api.commands.flags import DEFAULT_MODEL, ModelFlags, say
 from mlx_paged_attention.api.environment import require_supported
 from mlx_paged_attention.api.report import counted, size
-from mlx_paged_attention.api.start import check_length
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.models.source import resolve
@@ -35,17 +34,16 @@ def inspect(
     as_json: Annotated[
         bool, Parameter(name="--json", help="Print JSON.", negative="", show_default=False)
     ] = False,
-    engine: EngineFlags = DEFAULT_ENGINE,
+    flags: ModelFlags = DEFAULT_MODEL,
 ) -> int:
     """Load a model, compare it with mlx-lm, and print what each layer keeps; exit 1 if it is refused."""
-    options = engine.options()
-    if name is not None and options["model"] not in (None, name):
-        raise InvalidRequestError(f"inspect one model: {name!r} or {options['model']!r}", "model")
-    options["model"] = name or options["model"]
-    config = EngineConfig(**options)
+    if name is not None and flags.model not in (None, name):
+        raise InvalidRequestError(f"inspect one model: {name!r} or {flags.model!r}", "model")
+    config = EngineConfig(
+        model=name or flags.model, adapter_path=flags.adapter_path, dtype=flags.dtype, device=flags.device
+    )
     require_supported()
     source = resolve(config.model, adapter=config.adapter_path)
-    check_length(config.max_model_len, source)
     from mlx_paged_attention.engine.loading import inspect_model  # brings MLX
 
     inspection = inspect_model(config, source, say)
