@@ -248,9 +248,7 @@ class KVCacheManager:
         table.num_slots = num_slots
 
         # Tokens beyond the known ones are guesses that may be taken back: not published.
-        num_full = min(num_slots, len(request.token_ids)) // size
-        if self.enable_caching and num_full > table.num_published:
-            self._publish(request, table, num_full)
+        self._publish(request, table, min(num_slots, len(request.token_ids)) // size)
         return [block.block_id for block in table.blocks[added:]]
 
     def chunk_end(self, request: CachedRequest, start: int, end: int, hit: PrefixHit | None = None) -> int:
@@ -315,6 +313,15 @@ class KVCacheManager:
         self.pool.free_blocks(reversed(cut))
         return [block.block_id for block in cut]
 
+    def publish_rest(self, request: CachedRequest) -> None:
+        """Publishes the last block of a request that is complete, if its tokens fill it.
+
+        Where steps are planned before their tokens are known, no later allocation has done that.
+        """
+        table = self._tables[request.request_id]
+        # The last token has been sampled, never computed.
+        self._publish(request, table, min(table.num_slots, len(request.token_ids) - 1) // self.block_size)
+
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back; published ones can be found until they are reused."""
         table = self._tables.pop(request_id, None)
@@ -375,7 +382,10 @@ class KVCacheManager:
             assert block.ref_count == owners[block.block_id], block
 
     def _publish(self, request: CachedRequest, table: _BlockTable, num_full: int) -> None:
+        """Up to the first ``num_full`` blocks."""
         first, size = table.num_published, self.block_size
+        if not self.enable_caching or num_full <= first:
+            return
         hashes = request.block_hashes[first:num_full]
         blocks = table.blocks[first:num_full]
         self.pool.publish(

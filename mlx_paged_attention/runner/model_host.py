@@ -15,6 +15,7 @@ from mlx_paged_attention.models.merged_linear import merge_products
 from mlx_paged_attention.models.seam import PagedLayerCache, rebind_attention
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.rope import replace_rope
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ModelHost:
             # There the host takes longer to launch a product than the device to compute a small one.
             flatten_rows(model)
             merge_products(model)
+            replace_rope()
         select_rows_in_head(model, self.context)
         rebind_attention()
         self._activations: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

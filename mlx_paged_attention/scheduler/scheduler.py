@@ -399,6 +399,8 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
+                self.manager.publish_rest(request)
             self.manager.free(request.request_id)
             self._released.append(request.request_id)
         else:

@@ -167,3 +167,20 @@ def test_log_probabilities_of_a_prompt_land_where_they_belong():
     entries = engine.last("b").prompt_logprobs
     assert entries[0] is None
     assert [next(iter(entry.values())).logprob for entry in entries[1:]] == [-float(i) for i in range(1, 20)]
+
+
+@pytest.mark.parametrize("answer", [13, 14, 30])
+def test_what_a_finished_request_computed_is_found_again(answer):
+    """Its last full block, too, which was planned before its tokens were known."""
+    first = [7, 8, 9]
+    for steps_ahead in (False, True):
+        engine = ScriptedEngine(num_blocks=10)
+        engine.runner.runs_ahead = steps_ahead
+        engine.add("a", first, max_tokens=answer, ignore_eos=True)
+        engine.run()
+        conversation = first + engine.last("a").outputs[0].token_ids
+        engine.add("b", [*conversation, 5], max_tokens=1)
+        engine.run()
+        size = engine.engine.info.block_size
+        computed = len(conversation) - 1
+        assert engine.last("b").num_cached_tokens >= computed // size * size

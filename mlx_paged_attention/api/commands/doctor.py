@@ -56,7 +56,7 @@ def doctor(
     kernels: Annotated[
         bool,
         Parameter(
-            help="On a GPU: compile, check and time the attention kernels, in about a minute, and print a "
+            help="On a GPU: compile, check and time the attention kernels, which takes minutes, and print a "
             "block to paste into an issue instead. Exit 1 if a kernel is wrong.",
             negative="",
             show_default=False,
