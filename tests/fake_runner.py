@@ -149,6 +149,8 @@ class FakeRunner:
             for token in new.token_ids[: row.start]:
                 states.append(_extend(states[-1] if states else 0, token))
             self._states[new.request_id] = states
+        for change in plan.changes:
+            self._tables[change.request_id][change.index] = change.block_id
 
     def _slot(self, table: list[int], position: int) -> tuple[int, int]:
         return table[position // self._size], position % self._size

@@ -63,6 +63,20 @@ class PrefixCacheStats:
     preempted_hits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CopyOnWrite:
+    """A block of a table that others hold, too, and in whose place its owner got a block of its own.
+
+    Attributes:
+        index: in the table.
+        source, target: what is to be copied before anything is written.
+    """
+
+    index: int
+    source: int
+    target: int
+
+
 @dataclass(slots=True)
 class _BlockTable:
     """One request's blocks.
@@ -70,11 +84,15 @@ class _BlockTable:
     Attributes:
         num_slots: tokens it has room assigned for.
         num_published: leading blocks that were found or made published.
+        copied: what the last allocation copied.
+        forked: blocks that were not published then are, or were, another's, too.
     """
 
     blocks: list[Block]
     num_slots: int
     num_published: int
+    copied: CopyOnWrite | None = None
+    forked: bool = False
 
 
 class KVCacheManager:
@@ -113,6 +131,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, on_evict=on_evict, enable_events=enable_events)
         self.stats = PrefixCacheStats()
         self.hit_rate = HitRateWindow()
+        self.num_copies = 0  # blocks copied because forks shared them
         self.states = states
         self._contents = BlockContents() if partial_hits and states is None else None
         self._full_hit = full_hit
@@ -194,7 +213,8 @@ class KVCacheManager:
         """Makes room for the next ``num_new_tokens`` tokens and publishes the blocks they fill.
 
         The blocks are published before they are written: whoever finds them must run after the
-        step that writes them, or later in the same step.
+        step that writes them, or later in the same step. Of a block that forks share, and that is to be
+        written, the request gets a copy in its place, see :meth:`take_copied`.
 
         Args:
             hit: what ``get_computed_blocks`` found; only for a request that holds no blocks. The
@@ -222,11 +242,14 @@ class KVCacheManager:
             held = len(hit_blocks)
         num_slots = computed + num_new_tokens
         num_new_blocks = max(0, -(-num_slots // size) - held)
+        partial = None if table is None else self._partial_block(table, computed, num_slots)
+        is_shared = partial is not None and partial.ref_count > 1
 
-        if num_new_blocks or hit_blocks or whole_sequence:
+        if num_new_blocks or hit_blocks or whole_sequence or is_shared:
             required = num_new_blocks
             if whole_sequence:
                 required = max(required, self.num_blocks_for(len(request.token_ids)) - held)
+            required += is_shared
             required += sum(block.ref_count == 0 for block in hit_blocks)
             if required > pool.num_free - reserved_blocks:
                 return None
@@ -243,6 +266,9 @@ class KVCacheManager:
             added = 0
         else:
             added = held
+            table.copied = None
+        if partial is not None:
+            self._make_writable(table, partial)
         if num_new_blocks:
             table.blocks.extend(pool.get_new_blocks(num_new_blocks))
         table.num_slots = num_slots
@@ -250,6 +276,54 @@ class KVCacheManager:
         # Tokens beyond the known ones are guesses that may be taken back: not published.
         self._publish(request, table, min(num_slots, len(request.token_ids)) // size)
         return [block.block_id for block in table.blocks[added:]]
+
+    def _partial_block(self, table: _BlockTable, computed: int, num_slots: int) -> Block | None:
+        """The block that holds tokens of the table and is now to be written from within, if there is one."""
+        begin = max(computed, table.num_slots)  # slots that were given before have been written
+        inside = begin % self.block_size and num_slots > begin
+        return table.blocks[begin // self.block_size] if inside else None
+
+    def _make_writable(self, table: _BlockTable, partial: Block) -> None:
+        if partial.ref_count > 1:
+            (own,) = self.pool.get_new_blocks(1)
+            index = table.blocks.index(partial)
+            table.blocks[index] = own
+            self.pool.free_blocks([partial])
+            table.copied = CopyOnWrite(index, partial.block_id, own.block_id)
+            self.num_copies += 1
+        elif partial.block_hash is not None:  # by the other side of a fork, which is gone
+            self.pool.unpublish([partial.block_id])
+
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the request has been given room for."""
+        return self._tables[request_id].num_slots
+
+    def take_copied(self, request_id: str) -> CopyOnWrite | None:
+        """What the request's last allocation copied; once."""
+        table = self._tables[request_id]
+        copied, table.copied = table.copied, None
+        return copied
+
+    def fork(self, request_id: str, child_id: str, num_tokens: int) -> None:
+        """Give a new request the blocks of another's first ``num_tokens`` tokens. Nothing is copied.
+
+        Both own them from here on: whoever first writes into one that is partly filled gets a copy of it, and
+        the last owner writes in place.
+        """
+        assert self.can_fork
+        parent = self._tables[request_id]
+        assert child_id not in self._tables
+        assert 0 < num_tokens <= parent.num_slots, "tokens that have no slots"
+        blocks = parent.blocks[: self.num_blocks_for(num_tokens)]
+        self.pool.touch(blocks)
+        published = min(parent.num_published, num_tokens // self.block_size)
+        self._tables[child_id] = _BlockTable(blocks, num_tokens, published, forked=True)
+        parent.forked = True
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether sequences can part at any token: states of recurrent layers are kept at some only."""
+        return self.states is None
 
     def chunk_end(self, request: CachedRequest, start: int, end: int, hit: PrefixHit | None = None) -> int:
         """Where a chunk planned for positions ``start .. end - 1`` should end, at most at ``end``.
@@ -374,7 +448,7 @@ class KVCacheManager:
             ids = [block.block_id for block in table.blocks]
             assert len(set(ids)) == len(ids), f"{request_id} holds a block twice"
             assert table.num_published * self.block_size <= table.num_slots
-            for block in table.blocks[table.num_published :]:
+            for block in () if table.forked else table.blocks[table.num_published :]:
                 assert block.block_hash is None, f"{block} is published but not full"
             for block_id in ids:
                 owners[block_id] += 1
@@ -386,6 +460,12 @@ class KVCacheManager:
         first, size = table.num_published, self.block_size
         if not self.enable_caching or num_full <= first:
             return
+        table.num_published = num_full
+        while first < num_full and table.blocks[first].block_hash is not None:  # a fork has done that
+            assert table.blocks[first].block_hash == request.block_hashes[first]
+            first += 1
+        if first == num_full:
+            return
         hashes = request.block_hashes[first:num_full]
         blocks = table.blocks[first:num_full]
         self.pool.publish(
@@ -394,7 +474,6 @@ class KVCacheManager:
             parent_hash=request.block_hashes[first - 1] if first else None,
             token_ids=request.token_ids[first * size : num_full * size],
         )
-        table.num_published = num_full
         if self._contents is not None:
             for i, (block, key) in enumerate(zip(blocks, hashes, strict=True), first):
                 before = request.block_hashes[i - 1] if i else request.prefix_start

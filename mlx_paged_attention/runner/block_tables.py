@@ -44,6 +44,12 @@ class BlockTables:
         self._ids[line, begin:end] = block_ids
         self._lengths[line] = end
 
+    def change(self, request_id: str, index: int, block_id: int) -> None:
+        """Put another block in the place of one."""
+        line = self._lines[request_id]
+        assert index < self._lengths[line]
+        self._ids[line, index] = block_id
+
     def of(self, request_ids: Sequence[str], width: int) -> NDArray[np.int32]:
         """The first ``width`` blocks of each, int32 ``[requests, up to width]``, padded with 0."""
         return self._ids[[self._lines[request_id] for request_id in request_ids], :width]

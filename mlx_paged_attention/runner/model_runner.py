@@ -252,6 +252,8 @@ class ModelRunner:
         for source, target in plan.copies:
             for layer in self._pool.layers:
                 layer.copy([source], [target])
+        for change in plan.changes:
+            self._tables.change(change.request_id, change.index, change.block_id)
         for row in plan.rows:
             self._tables.extend(row.request_id, row.new_block_ids)
             self._rows[row.request_id].state_slot = row.state_to

@@ -52,7 +52,6 @@ def unpublish_failed(
     for flight in later:
         # What they publish loses its sharing, right or wrong.
         manager.unpublish([block for block, key in flight.published if manager.is_published(block, key)])
-        garbage.update(target for source, target in flight.plan.copies if source in unwritten)
 
     doomed: dict[str, Request] = {}
     for row in failed.plan.rows:
@@ -61,6 +60,8 @@ def unpublish_failed(
             doomed[row.request_id] = request
             garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
             manager.unpublish_from(row.request_id, row.write_from)
+    for flight in later:
+        garbage.update(target for source, target in flight.plan.copies if source in garbage | unwritten)
     spreading = True
     while spreading:
         spreading = False

@@ -41,6 +41,7 @@ class Request:
         arrival_time: seconds of any clock; ties in priority go to the earlier.
         cache_salt: shares cached prefixes only with requests of the same salt.
         adapter: name of the adapter it is computed with; its blocks are the adapter's own.
+        is_steered: its tokens are chosen elsewhere, among what is sampled for it.
 
     Attributes:
         token_ids: prompt, then output; all tokens known so far.
@@ -73,6 +74,7 @@ class Request:
         arrival_time: float = 0.0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        is_steered: bool = False,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id} has an empty prompt")
@@ -80,7 +82,8 @@ class Request:
             raise ValueError(f"request {request_id} has max_tokens {max_tokens}; it must be at least 1")
         self.request_id = request_id
         self.sampling = sampling
-        self.runs_ahead = sampling.runs_ahead
+        self.runs_ahead = sampling.runs_ahead and not is_steered
+        self.is_steered = is_steered
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.scheduler.forks import Fork, Forks
 from mlx_paged_attention.scheduler.in_flight import InFlight, unpublish_failed
 from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
-from mlx_paged_attention.scheduler.step_plan import UNKNOWN_TOKEN, NewRow, PlannedRow, StepOutput, StepPlan
+from mlx_paged_attention.scheduler.step_plan import (
+    UNKNOWN_TOKEN,
+    NewRow,
+    PlannedRow,
+    StepOutput,
+    StepPlan,
+    TableChange,
+)
 from mlx_paged_attention.scheduler.stop import check_stop, ends_by_length
 
 # A request that wants log-probabilities of its prompt needs logits of every prompt token it computes:
@@ -91,6 +99,8 @@ class Scheduler:
         self._num_arrived = 0
         self._released: list[str] = []
         self._in_flight: dict[int, InFlight] = {}
+        self._forks = Forks()
+        self._entering: set[str] = set()  # running requests that no plan has named yet
 
     @property
     def num_running(self) -> int:
@@ -99,7 +109,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests not running, preempted ones included."""
-        return len(self.waiting)
+        return len(self.waiting) + len(self._forks)
 
     @property
     def runs_ahead(self) -> bool:
@@ -143,6 +153,35 @@ class Scheduler:
             RequestTooLongError: see ``check_fits``.
             InvalidRequestError: its id belongs to a request that is still alive.
         """
+        self._register(request)
+        self.waiting.add(request)
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Queues a request that shares the blocks of the ``num_tokens`` it has in common with another.
+
+        It begins once those have been computed and there is a seat. If the other has ended before, or models
+        of this kind cannot part there, it waits like any other.
+
+        Raises:
+            RequestTooLongError, InvalidRequestError: as ``add_request``.
+        """
+        assert parent.token_ids[:num_tokens] == child.token_ids[:num_tokens]
+        self._register(child)
+        if parent.is_finished or not self.manager.can_fork:
+            self.waiting.add(child)
+        else:
+            self._forks.add(Fork(parent, child, num_tokens))
+            self._start_forks()
+
+    def continue_with(self, request: Request, token_id: int) -> bool:
+        """Gives a request that chooses no tokens itself its next one; whether it ended with it."""
+        request.append_token(token_id)
+        stop = check_stop(request, self.max_model_len)
+        if stop is not None:
+            self._finish(request, *stop)
+        return stop is not None
+
+    def _register(self, request: Request) -> None:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use", "request_id")
         self.check_fits(request)
@@ -151,7 +190,6 @@ class Scheduler:
         request.arrival_order = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
-        self.waiting.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests at once and returns those that were still alive."""
@@ -182,10 +220,21 @@ class Scheduler:
         if not preempted:
             new = self._schedule_waiting(shares, budget)
 
-        rows = []
+        rows, copies, changes = [], [], []
         for share in shares.values():
             request, start = share.request, share.request.num_computed_tokens
             end = start + share.num_tokens
+            copied = self.manager.take_copied(request.request_id)
+            if copied is not None:
+                copies.append((copied.source, copied.target))
+            if request.request_id in self._entering:
+                self._entering.remove(request.request_id)
+                new.append(_new_row(request))
+                share.new_block_ids = self.manager.block_ids(request.request_id)
+            elif copied is not None:
+                changes.append(TableChange(request.request_id, copied.index, copied.target))
+            if share.copy is not None:
+                copies.append(share.copy)
             sample = end >= len(request.token_ids)
             rows.append(
                 PlannedRow(
@@ -200,10 +249,10 @@ class Scheduler:
             )
             request.num_computed_tokens = end
             request.num_samples_in_flight += sample
+        self._start_forks()
         if not rows:
             return StepPlan(self.num_steps, [], [], [])
-        copies = [share.copy for share in shares.values() if share.copy is not None]
-        plan = StepPlan(self.num_steps, new, rows, self._released, copies)
+        plan = StepPlan(self.num_steps, new, rows, self._released, copies, changes)
         self._released = []
         requests = {key: share.request for key, share in shares.items()}
         self._in_flight[plan.step] = InFlight(plan, requests, self.manager.take_published())
@@ -216,7 +265,7 @@ class Scheduler:
         Returns:
             For every output row of a request that was still alive, in plan order, the request and
             its accepted tokens: those up to the one that ends it, and none if the row was
-            overtaken by a recomputation after a preemption.
+            overtaken by a recomputation after a preemption, or others choose its tokens.
 
         Raises:
             ValueError: the output is not this plan's: another step, or a sampled token is missing.
@@ -240,7 +289,7 @@ class Scheduler:
             accepted = []
             # A request preempted in flight may have been planned again before this came back;
             # whichever output comes first fills the position.
-            if row.start + len(row.token_ids) == request.num_tokens:
+            if row.start + len(row.token_ids) == request.num_tokens and not request.is_steered:
                 for token_id in row_output.token_ids:
                     request.append_token(token_id)
                     accepted.append(token_id)
@@ -297,6 +346,7 @@ class Scheduler:
                 num_tokens = 1
             else:
                 num_tokens = self.manager.chunk_end(request, start, start + num_tokens) - start
+            write_from = max(start, self.manager.num_slots(request.request_id))
             new_block_ids = allocate(request, num_tokens)
             if unknown and new_block_ids is None:  # nobody loses blocks to what may be for nobody
                 index += 1
@@ -314,7 +364,7 @@ class Scheduler:
                     break
                 new_block_ids = allocate(request, num_tokens)
             if new_block_ids is not None:
-                shares[request.request_id] = _Scheduled(request, num_tokens, new_block_ids, start)
+                shares[request.request_id] = _Scheduled(request, num_tokens, new_block_ids, write_from)
                 budget -= num_tokens
                 index += 1
         return budget, self.num_preemptions > before
@@ -348,16 +398,20 @@ class Scheduler:
             self.waiting.pop()
             self.running.append(request)
             request.admit(hit.num_tokens)
-            new.append(
-                NewRow(
-                    request.request_id, list(request.token_ids), request.num_prompt_tokens, request.sampling
-                )
-            )
+            new.append(_new_row(request))
             write_from = max(hit.num_tokens, len(hit.block_ids) * manager.block_size)
             copy = (hit.copied_from, block_ids[len(hit.block_ids)]) if hit.copied_from else None
             shares[request.request_id] = _Scheduled(request, num_tokens, block_ids, write_from, copy)
             budget -= num_tokens
         return new
+
+    def _start_forks(self) -> None:
+        for fork in self._forks.take_ready(self.max_num_seqs - len(self.running)):
+            child = fork.child
+            self.manager.fork(fork.parent.request_id, child.request_id, fork.num_tokens)
+            child.admit(min(fork.num_tokens, child.num_tokens - 1))
+            self.running.append(child)
+            self._entering.add(child.request_id)
 
     def _step_limit(self, request: Request) -> int:
         """Most tokens the request computes in one step."""
@@ -379,9 +433,7 @@ class Scheduler:
         return self.running[-1]
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.manager.free(request.request_id)
-        self._released.append(request.request_id)
+        self._leave(request)
         request.preempt()
         self.waiting.put_back(request)
         self.num_preemptions += 1
@@ -398,11 +450,24 @@ class Scheduler:
         """Takes the request out of the books and its blocks back."""
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
             if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
                 self.manager.publish_rest(request)
-            self.manager.free(request.request_id)
-            self._released.append(request.request_id)
-        else:
+            self._leave(request)
+        elif not self._forks.discard(request):
             self.waiting.remove(request)
         request.finish(status, stop_reason)
+        for fork in self._forks.take_orphans(request):
+            self.waiting.add(fork.child)
+
+    def _leave(self, request: Request) -> None:
+        """It runs no more, and its blocks are free."""
+        self.running.remove(request)
+        self.manager.free(request.request_id)
+        if request.request_id in self._entering:
+            self._entering.remove(request.request_id)
+        else:
+            self._released.append(request.request_id)
+
+
+def _new_row(request: Request) -> NewRow:
+    return NewRow(request.request_id, list(request.token_ids), request.num_prompt_tokens, request.sampling)

@@ -50,6 +50,14 @@ class PlannedRow(msgspec.Struct, frozen=True):
     state_to: int = 0
 
 
+class TableChange(msgspec.Struct, frozen=True):
+    """Another block takes the place of one in a request's table, before ``new_block_ids`` are appended."""
+
+    request_id: str
+    index: int
+    block_id: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One step: rows in the order in which they must be able to see each other's writes.
 
@@ -59,6 +67,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         copies: blocks (source, target) to copy before the rows are computed, one after the other.
         released: requests whose runner state may be dropped before the step (finished,
             aborted or preempted since the last plan).
+        changes: of the tables of requests that are not new.
     """
 
     step: int
@@ -66,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     rows: list[PlannedRow]
     released: list[str]
     copies: list[tuple[int, int]] = []
+    changes: list[TableChange] = []
 
     @property
     def num_tokens(self) -> int:
