@@ -37,7 +37,7 @@ class AsyncLLM:
         self._engine = started.engine
         self.tokenizer: Tokenizer | None = started.tokenizer
         self.generation_config = started.generation_config
-        self._running: set[RequestGroup] = set()
+        self._running: set[RequestGroup | str] = set()
         self._finalizer = weakref.finalize(self, started.engine.close)
 
     @property
@@ -81,27 +81,61 @@ class AsyncLLM:
             InvalidRequestError, RequestTooLongError: before anything has run.
             RequestFailedError, EngineDeadError: a step raised.
         """
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        outputs = _Outputs()
         request_id = request_id or uuid.uuid4().hex
-
-        def emit(output: RequestOutput | Exception) -> None:
-            # The loop may be closed, and its reader gone, at any moment.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-
         prepare = partial(
             self._engine.prepare,
             request_id,
             prompt,
             checked_params(sampling_params),
             kind=output_kind,
-            emit=emit,
+            emit=outputs.put,
         )
         long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
         group = await asyncio.to_thread(prepare) if long else prepare()
         self._engine.start(group)
-        self._running.add(group)
+        async with aclosing(self._follow(outputs, group)) as stream:
+            async for output in stream:
+                yield output
+
+    async def fork(
+        self,
+        request_id: str,
+        sampling_params: SamplingParams | None = None,
+        new_request_id: str | None = None,
+        *,
+        index: int = 0,
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Branch a running request: another one goes on from all that it has said so far.
+
+        Both share the blocks of what they have in common; the first to write into a partly filled one gets a
+        copy of that block. What has been said until then is the new request's prompt: its ``max_tokens``
+        counts from there. It is branched at a step border, as soon as this iterator is first advanced.
+
+        Args:
+            request_id: that of :meth:`generate`.
+            sampling_params: the other's by default; where tokens are drawn, give another ``seed``.
+            index: of its answers.
+
+        Raises:
+            InvalidRequestError, RequestTooLongError: the request is not being served (any more), or the new
+                one cannot be.
+            RequestFailedError, EngineDeadError: a step raised.
+        """
+        outputs = _Outputs()
+        name = new_request_id or uuid.uuid4().hex
+        params = None if sampling_params is None else checked_params(sampling_params)
+        self._engine.fork(request_id, name, params, index=index, kind=output_kind, emit=outputs.put)
+        async with aclosing(self._follow(outputs, name)) as stream:
+            async for output in stream:
+                yield output
+
+    async def _follow(
+        self, outputs: "_Outputs", request: RequestGroup | str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request's outputs as they come; whoever stops reading ends it."""
+        self._running.add(request)
         finished = False
         try:
             while not finished:
@@ -112,9 +146,9 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            self._running.discard(group)
+            self._running.discard(request)
             if not finished:
-                self._engine.abort(group)
+                self._engine.abort(request)
 
     async def chat(
         self,
@@ -157,3 +191,19 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
+
+
+class _Outputs:
+    """What the engine's thread says of a request, for the event loop that made this."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        # The loop may be closed, and its reader gone, at any moment.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+
+    async def get(self) -> RequestOutput | Exception:
+        return await self._queue.get()

@@ -89,12 +89,45 @@ class AsyncEngine:
         Raises:
             InvalidRequestError, RequestTooLongError: it cannot be served.
         """
+        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=self._counted(emit))
 
+    def fork(
+        self,
+        parent_id: str,
+        request_id: str,
+        params: SamplingParams | None,
+        *,
+        index: int,
+        kind: OutputKind,
+        emit: Emit,
+    ) -> None:
+        """Begin a request that goes on from what answer ``index`` of another has said so far.
+
+        Args:
+            emit: as for :meth:`prepare`; an ``InvalidRequestError`` comes this way, too.
+
+        Raises:
+            EngineDeadError: the engine no longer serves.
+        """
+        counted = self._counted(emit)
+
+        def begin() -> None:
+            if self._dead is not None:
+                counted(self._dead)
+                return
+            try:
+                self._engine.fork(parent_id, request_id, params, index=index, kind=kind, emit=counted)
+            except InvalidRequestError as error:
+                counted(error)
+
+        self._send(begin)
+
+    def _counted(self, emit: Emit) -> Emit:
         def counted(output: RequestOutput | Exception) -> None:
             self._stats = self._engine.stats()  # whoever reads the output finds it in the counts
             emit(output)
 
-        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=counted)
+        return counted
 
     def start(self, group: RequestGroup) -> None:
         """Queue a prepared request.

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from mlx_paged_attention.cache.block_hash import root_hash
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.cache.state_slots import StateSlots
 from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.beams import Beam, BeamGroup
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.engine.prompt import check_token_ids, row_sampling, tokenize
@@ -120,21 +123,12 @@ class Engine:
             )
         limit = min(self.info.max_model_len, self._cache.num_usable_blocks * self.info.block_size)
         max_tokens = params.max_tokens or max(1, limit - len(token_ids))
+        if params.use_beam_search:
+            return self._prepare_beams(request_id, text, token_ids, params, max_tokens, arrival, emit)
         sequences: list[Sequence] = []
         for index in range(params.num_sequences):
-            request = Request(
-                request_id if params.num_sequences == 1 else f"{request_id}#{index}",
-                token_ids,
-                row_sampling(params, self.info, self._tokenizer, index, self._seeds),
-                max_tokens=max_tokens,
-                min_tokens=params.min_tokens,
-                eos_token_ids=self.info.eos_token_ids,
-                stop_token_ids=params.stop_token_ids or (),
-                ignore_eos=params.ignore_eos,
-                priority=params.priority,
-                arrival_time=arrival,
-                cache_salt=params.cache_salt,
-            )
+            name = request_id if params.num_sequences == 1 else f"{request_id}#{index}"
+            request = self._request(name, token_ids, params, index, max_tokens, arrival)
             self._scheduler.check_fits(request)
             if self._cache.enable_caching:
                 # Here, on the caller's thread, and once for all answers: a long prompt takes a while.
@@ -145,8 +139,129 @@ class Engine:
             request_id, text, token_ids, params, sequences, kind=kind, arrival_time=arrival, emit=emit
         )
 
-    def add(self, group: RequestGroup) -> None:
+    def _prepare_beams(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        arrival: float,
+        emit: Emit,
+    ) -> BeamGroup:
+        width = params.num_sequences
+        if width > self.info.max_num_seqs:
+            raise InvalidRequestError(
+                f"beam search of width {width} runs as many sequences at once, and max_num_seqs is "
+                f"{self.info.max_num_seqs}: lower n or best_of, or raise it",
+                "best_of" if params.best_of else "n",
+            )
+        root = self._beam_request(f"{request_id}#0", token_ids, params, max_tokens, arrival)
+        self._scheduler.check_fits(root)
+        if self._cache.enable_caching:
+            root.start_hashing(self._cache.hasher)
+        ends: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(self.info.eos_token_ids)
+        for token_id in params.stop_token_ids or ():
+            ends.setdefault(token_id, token_id)
+        return BeamGroup(
+            request_id,
+            text,
+            token_ids,
+            params,
+            root,
+            self._tokenizer,
+            end_ids=ends,
+            max_tokens=min(max_tokens, self.info.max_model_len - len(token_ids)),
+            arrival_time=arrival,
+            emit=emit,
+        )
+
+    def _beam_request(
+        self, name: str, token_ids: list[int], params: SamplingParams, max_tokens: int, arrival: float
+    ) -> Request:
+        """Reports twice as many candidates as there are beams: enough, though half of them may end."""
+        return self._request(
+            name,
+            token_ids,
+            params,
+            0,
+            max_tokens,
+            arrival,
+            candidates=min(2 * params.num_sequences, self.info.vocab_size),
+        )
+
+    def _request(
+        self,
+        name: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        index: int,
+        max_tokens: int,
+        arrival: float,
+        candidates: int | None = None,
+    ) -> Request:
+        """The scheduler's request for answer ``index``; or one that reports candidates and is steered."""
+        sampling = row_sampling(params, self.info, self._tokenizer, index, self._seeds)
+        if candidates is not None:
+            sampling = msgspec.structs.replace(sampling, logprobs=candidates)
+        return Request(
+            name,
+            token_ids,
+            sampling,
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            eos_token_ids=self.info.eos_token_ids,
+            stop_token_ids=params.stop_token_ids or (),
+            ignore_eos=params.ignore_eos,
+            priority=params.priority,
+            arrival_time=arrival,
+            cache_salt=params.cache_salt,
+            is_steered=candidates is not None,
+        )
+
+    def fork(
+        self,
+        parent_id: str,
+        request_id: str,
+        params: SamplingParams | None,
+        *,
+        index: int,
+        kind: OutputKind,
+        emit: Emit,
+    ) -> None:
+        """Begin a request whose prompt is all that another has said so far; they share its blocks.
+
+        Args:
+            params: as for ``prepare``; ``None`` is the other's.
+            index: of the other's answers.
+
+        Raises:
+            InvalidRequestError: the other is not being served (any more), has no such answer, or is a beam
+                search; the salts differ; else as ``prepare`` and ``add``.
+        """
+        group = self._groups.get(parent_id)
+        if group is None or isinstance(group, BeamGroup):
+            what = "is a beam search" if group else "is not being served"
+            raise InvalidRequestError(f"request {parent_id!r} cannot be forked: it {what}", "request_id")
+        parent = next((s.request for s in group.sequences if s.index == index), None)
+        if parent is None or parent.is_finished:
+            raise InvalidRequestError(f"request {parent_id!r} has no running answer {index} to fork", "index")
+        params = group.params if params is None else params
+        if params.cache_salt not in (None, parent.cache_salt):
+            raise InvalidRequestError(
+                "a fork shares blocks with its parent, so that it has the same cache_salt", "cache_salt"
+            )
+        params = replace(params, cache_salt=parent.cache_salt)
+        # What scores its prompt cannot share it.
+        shares = params.prompt_logprobs is None and not params.use_beam_search
+        fork = self.prepare(request_id, list(parent.token_ids), params, kind=kind, emit=emit)
+        self.add(fork, parent if shares else None)
+
+    def add(self, group: RequestGroup, parent: Request | None = None) -> None:
         """Queue a prepared request.
+
+        Args:
+            parent: its prompt is what this request knows, whose blocks it shares.
 
         Raises:
             InvalidRequestError: a request of that id is being served.
@@ -156,9 +271,16 @@ class Engine:
         if group.request_id in self._groups or any(key in self._sequences for key in ids):
             raise InvalidRequestError(f"request_id {group.request_id!r} is already in use", "request_id")
         self._groups[group.request_id] = group
+        first = group.sequences[0].request
         for sequence in group.sequences:
-            self._sequences[sequence.request.request_id] = (group, sequence)
-            self._scheduler.add_request(sequence.request)
+            request = sequence.request
+            self._sequences[request.request_id] = (group, sequence)
+            # The prompt is computed, and kept, once.
+            shared_with = parent if request is first else first
+            if shared_with is None:
+                self._scheduler.add_request(request)
+            else:
+                self._scheduler.fork(shared_with, request, request.num_prompt_tokens)
 
     def abort(self, request: str | RequestGroup) -> None:
         """End a request now, named by its id or itself; ignored if it is not being served (any more)."""
@@ -237,9 +359,45 @@ class Engine:
         for request, token_ids in self._scheduler.update(plan, output):
             group, sequence = self._sequences[request.request_id]
             touched[group.request_id] = group
+            if isinstance(group, BeamGroup):
+                group.offer(request, rows[request.request_id])
+                continue
             self._place_prompt_logprobs(group, planned[request.request_id], rows[request.request_id])
             self._advance(group, sequence, token_ids, rows[request.request_id])
+        for group in touched.values():
+            if isinstance(group, BeamGroup) and group.round_is_over:
+                self._next_round(group)
         self._report(touched.values())
+
+    def _next_round(self, group: BeamGroup) -> None:
+        """The requests of beams that lead nowhere end, others part where several lead on from one."""
+        children = group.advance()
+        if group.first_token_time is None:
+            group.first_token_time = time.monotonic()
+        given_up = [b for b in group.beams if not children.get(b.sequence.request.request_id)]
+        self._scheduler.abort([beam.sequence.request.request_id for beam in given_up])
+        for beam in given_up:
+            self._end(beam.sequence, "abort", None)
+        beams = []
+        for beam in group.beams:
+            parent = beam.sequence.request
+            known = parent.num_tokens
+            going = children.get(parent.request_id, [])
+            for hypothesis in going[1:]:
+                tokens = [*parent.token_ids, hypothesis.token_ids[-1]]
+                left = parent.max_tokens - (len(tokens) - parent.num_prompt_tokens)
+                child = self._beam_request(
+                    group.new_name(), tokens, group.params, max(1, left), parent.arrival_time
+                )
+                sequence = Sequence(0, child, replace(group.params, detokenize=False), None)
+                self._sequences[child.request_id] = (group, sequence)
+                self._scheduler.fork(parent, child, known)
+                beams.append(Beam(hypothesis, sequence))
+            if going:
+                self._scheduler.continue_with(parent, going[0].token_ids[-1])
+                beams.append(Beam(going[0], beam.sequence))
+        if beams:
+            group.begin_round(beams)
 
     def _advance(self, group: RequestGroup, sequence: Sequence, token_ids: list[int], row: RowOutput) -> None:
         if token_ids and group.first_token_time is None:

@@ -69,12 +69,20 @@ class RequestGroup:
             outputs = [s.output(delta=True) for s in self.sequences if s.has_news]
         else:
             outputs = [s.output(delta=False) for s in self._best()]
+        return self._request_output(outputs, finished=finished)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt."""
+        return self.sequences[0].request.num_cached_tokens
+
+    def _request_output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
-            num_cached_tokens=self.sequences[0].request.num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             metrics=RequestMetrics(
                 arrival_time=self._arrival_time,
                 first_scheduled_time=self.first_scheduled_time,

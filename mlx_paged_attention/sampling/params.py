@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,6 +10,22 @@ from mlx_paged_attention.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
+
+# Parameters that choose or end in ways that beam search does not, and what they must be with it.
+UNUSED_BY_BEAMS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "stop": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+}
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +78,11 @@ class SamplingParams:
         n: how many answers to return.
         best_of: how many to generate, of which the ``n`` with the highest cumulative
             log-probability are returned; ``None`` is ``n``.
+        use_beam_search: return, once and at the end, the ``n`` likeliest answers that beam search of width
+            ``best_of`` finds. Nothing is drawn or penalised: ``temperature`` must be 0.
+        length_penalty: of beam search: answers compare by log-probability over length to this power.
+        early_stopping: of beam search: end as soon as ``best_of`` answers have (``True``), when a better one
+            is unlikely to come (``False``), or when none goes on (``"never"``).
         temperature: 0 is greedy; at most 100.
         top_p: keep the smallest set of tokens with at least this probability, (0, 1].
         top_k: keep this many most likely tokens; 0 or -1 keeps all.
@@ -93,6 +114,9 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -144,9 +168,10 @@ class SamplingParams:
                 _integer(name, value, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_token_lists()
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
+        self._check_beam_search()
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidRequestError("cache_salt must be a non-empty string", "cache_salt")
@@ -164,6 +189,33 @@ class SamplingParams:
                 raise InvalidRequestError("stop must be a non-empty string or a list of them", "stop")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
+
+    def _check_beam_search(self) -> None:
+        _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            shown = _shown(self.early_stopping)
+            raise InvalidRequestError(
+                f"early_stopping must be true, false or 'never', not {shown}", "early_stopping"
+            )
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise InvalidRequestError(f"{name} is of beam search: set use_beam_search", name)
+            return
+        for name, needed in UNUSED_BY_BEAMS.items():
+            value = getattr(self, name)
+            if value and value != needed and not (name == "top_k" and value == -1):
+                raise InvalidRequestError(
+                    f"beam search takes the likeliest tokens as they are: {name} must be {needed!r}, "
+                    f"not {_shown(value)}",
+                    name,
+                )
+        if self.logprobs is not None or self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "beam search reports the cumulative_logprob of each answer alone: leave logprobs and "
+                "prompt_logprobs out",
+                "logprobs" if self.logprobs is not None else "prompt_logprobs",
+            )
 
     def _check_token_lists(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):

@@ -58,8 +58,9 @@ def unpublish_failed(
         request = failed.requests[row.request_id]
         if request.status is RequestStatus.RUNNING:
             doomed[row.request_id] = request
-            garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
-            manager.unpublish_from(row.request_id, row.write_from)
+            if row.write_from < row.start + len(row.token_ids):
+                garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
+                manager.unpublish_from(row.request_id, row.write_from)
     for flight in later:
         garbage.update(target for source, target in flight.plan.copies if source in garbage | unwritten)
     spreading = True

@@ -215,10 +215,14 @@ class Scheduler:
         """
         assert not ahead or len(self._in_flight) <= 1, "planning ahead of two plans"
         shares: dict[str, _Scheduled] = {}
-        budget, preempted = self._schedule_running(shares, ahead)
         new: list[NewRow] = []
-        if not preempted:
-            new = self._schedule_waiting(shares, budget)
+        while True:
+            self._start_forks()
+            budget, preempted = self._schedule_running(shares, ahead)
+            if not preempted:
+                new = self._schedule_waiting(shares, budget)
+            if shares or self._in_flight or not self._make_way():
+                break
 
         rows, copies, changes = [], [], []
         for share in shares.values():
@@ -432,10 +436,24 @@ class Scheduler:
             return max(self.running, key=lambda request: request.service_key)
         return self.running[-1]
 
-    def _preempt(self, request: Request) -> None:
+    def _make_way(self) -> bool:
+        """Where nothing runs though requests wait: one that is steered gives way, if there is one.
+
+        Those that it is steered with may be among the waiting, and it gets no token before they have theirs.
+        """
+        steered = [request for request in self.running if request.is_steered]
+        if not steered or not self.num_waiting:
+            return False
+        self._preempt(steered[-1], behind=True)
+        return True
+
+    def _preempt(self, request: Request, *, behind: bool = False) -> None:
         self._leave(request)
         request.preempt()
-        self.waiting.put_back(request)
+        if behind:
+            self.waiting.add(request)
+        else:
+            self.waiting.put_back(request)
         self.num_preemptions += 1
 
     # Endings

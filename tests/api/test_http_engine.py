@@ -76,6 +76,23 @@ def test_an_answer_equals_the_engines_own(llm: AsyncLLM, url: Url) -> None:
     assert tokens(complete(url, varied(20, 1))) == [f"token_id:{token}" for token in expected]
 
 
+def test_beam_search_answers_over_http_as_in_process(llm: AsyncLLM, url: Url) -> None:
+    async def directly() -> RequestOutput:
+        params = SamplingParams(temperature=0, max_tokens=8, n=2, best_of=4, use_beam_search=True)
+        async for output in llm.generate(varied(20, 1), params, output_kind="final"):
+            last = output
+        return last
+
+    expected = asyncio.run(directly()).outputs
+    body = {"prompt": varied(20, 1), "max_tokens": 8, "n": 2, "best_of": 4, "use_beam_search": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == [answer.finish_reason for answer in expected]
+    assert response.json()["usage"]["completion_tokens"] == sum(len(answer.token_ids) for answer in expected)
+    assert idle(llm)
+
+
 def test_several_prompts_and_n_come_back_in_order(url: Url) -> None:
     answer = complete(url, [varied(5, 1), varied(9, 2)], n=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

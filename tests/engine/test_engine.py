@@ -241,8 +241,13 @@ def test_n_answers_share_the_prompt_and_come_in_order(texts):
         (1, "other", "length"),
         (2, "third", "length"),
     ]
-    (plan,) = (plan for plan in texts.runner.plans if plan.new)
-    assert [len(row.token_ids) for row in plan.rows] == [15, 3, 3]  # three blocks of four are shared
+    first, second, third = texts.runner.plans[:3]
+    assert [len(row.token_ids) for row in first.rows] == [15]
+    # All four blocks are shared, the last partly filled: the last token is computed again for its logits.
+    assert [len(row.token_ids) for row in second.rows] == [1, 1, 1]
+    assert first.rows[0].new_block_ids == second.rows[1].new_block_ids == second.rows[2].new_block_ids
+    # Whoever writes into that block first has it copied, the last one to do so has not.
+    assert (len(second.copies), len(third.copies)) == (1, 1)
 
 
 def test_answers_that_end_apart_are_reported_as_they_end(texts):
@@ -255,8 +260,9 @@ def test_answers_that_end_apart_are_reported_as_they_end(texts):
         for a in o.outputs
         if a.finish_reason
     ]
-    assert ends == [(2, 0, "stop"), (7, 1, "length")]
-    assert [[a.index for a in o.outputs] for o in texts.outputs["r"]] == [[0, 1]] * 3 + [[1]] * 5
+    assert ends == [(2, 0, "stop"), (8, 1, "length")]
+    indices = [[a.index for a in o.outputs] for o in texts.outputs["r"]]
+    assert indices == [[0], [0, 1], [0, 1], *[[1]] * 6]
     texts.last("r")
 
 
@@ -479,7 +485,7 @@ def test_abort_of_several_answers_ends_those_that_run(texts):
     texts.step(4)
     texts.engine.abort("r")
     texts.check_idle()
-    assert [(a.text, a.finish_reason) for a in texts.last("r").outputs] == [("a", "stop"), ("abcd", "abort")]
+    assert [(a.text, a.finish_reason) for a in texts.last("r").outputs] == [("a", "stop"), ("abc", "abort")]
 
 
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])

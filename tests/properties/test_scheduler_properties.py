@@ -100,22 +100,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.requests.append(request)
 
+    @precondition(lambda self: any(not request.is_finished for request in self.requests))
+    @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 12))
+    def fork(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        """Of an answer so far, of the prompt alone, or of some tokens and others after them."""
+        alive = [request for request in self.requests if not request.is_finished]
+        parent = data.draw(st.sampled_from(alive))
+        known = parent.num_tokens
+        shared = data.draw(st.sampled_from([known, parent.num_prompt_tokens, max(1, known - 2)]))
+        child = make_request(
+            str(len(self.requests)), [*parent.token_ids[:shared], *tail], max_tokens=max_tokens
+        )
+        try:
+            self.scheduler.fork(parent, child, shared)
+        except RequestTooLongError:
+            return
+        self.requests.append(child)
+
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule(ahead=st.booleans())
     def plan(self, ahead: bool) -> None:
         scheduler, was_empty = self.scheduler, not self.in_flight
+        forked = {request.request_id for request in scheduler.running} & scheduler._entering
         before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
         preemptions = scheduler.num_preemptions
         waited = scheduler.num_waiting
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
         self.evicted.clear()
         plan = scheduler.schedule(ahead=ahead)
-        final = {block_id for block_id, _ in published.difference(self.evicted)}
+        blocks = self.manager.pool.blocks
+        still = {(i, key) for i, key in published if blocks[i].block_hash == key}
+        final = {block_id for block_id, _ in still.difference(self.evicted)}
 
         assert plan.num_tokens <= scheduler.max_num_batched_tokens
         assert scheduler.num_running <= scheduler.max_num_seqs
         if scheduler.num_preemptions > preemptions:
-            assert plan.new == []
+            assert {new.request_id for new in plan.new} <= forked
         running = {request.request_id: request for request in scheduler.running}
         entering = {new.request_id for new in plan.new}
         for row in plan.rows:
@@ -131,12 +151,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert row.token_ids == request.token_ids[row.start : end] != []
                 assert end <= request.num_tokens
             assert row.start == before.get(row.request_id, row.start)
-            assert (row.request_id in before) != (row.request_id in entering)
+            assert (row.request_id in before) != (row.request_id in entering - forked)
+            assert (row.request_id in forked) == (row.request_id in entering and row.request_id in before)
             assert request.num_computed_tokens == end
             assert row.sample == (end >= request.num_tokens)
             table, size = self.manager.block_ids(row.request_id), self.manager.block_size
             assert table[len(table) - len(row.new_block_ids) :] == row.new_block_ids
-            assert final.isdisjoint(table[row.write_from // size : -(-end // size)])
+            if row.write_from < end:
+                assert final.isdisjoint(table[row.write_from // size : -(-end // size)])
         if plan.rows:
             self.in_flight.append(plan)
             self.idle = 0

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.params import MAX_LOGPROBS, SamplingParams
+from mlx_paged_attention.sampling.params import MAX_LOGPROBS, UNUSED_BY_BEAMS, SamplingParams
 
 NO_EFFECT = frozenset(
     {
@@ -47,7 +47,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
         "an assistant message cannot be continued here; render the prompt yourself and use /v1/completions",
         (False,),
     ),
-    "use_beam_search": ("beam search is not supported; use n or best_of", (False,)),
 }
 
 
@@ -72,6 +71,9 @@ class GenerationRequest(BaseModel):
 
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -123,6 +125,11 @@ class GenerationRequest(BaseModel):
             raise InvalidRequestError(
                 "best_of > n cannot be streamed: the best is known at the end", "best_of"
             )
+        if self.stream and self.use_beam_search:
+            raise InvalidRequestError(
+                "use_beam_search cannot be streamed: its answers are known at the end; send stream=false",
+                "use_beam_search",
+            )
         return self
 
     def sampling_params(self, defaults: dict[str, Any], **own: Any) -> SamplingParams:
@@ -133,6 +140,9 @@ class GenerationRequest(BaseModel):
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
+        if self.use_beam_search:  # what the model's makers advise is for drawing tokens
+            defaults = {name: value for name, value in defaults.items() if name not in UNUSED_BY_BEAMS}
+            defaults["temperature"] = 0.0
         return SamplingParams(**(defaults | given | own))
 
 
