@@ -102,6 +102,25 @@ def test_several_prompts_and_n_come_back_in_order(url: Url) -> None:
     assert answer["usage"]["completion_tokens"] == 32
 
 
+@pytest.mark.parametrize("salt", [None, "theirs"])
+def test_prefixes_are_shared_within_a_key_and_not_across(
+    llm: AsyncLLM, serve: Callable[..., AbstractContextManager[str]], salt: str | None
+) -> None:
+    prompt = varied(70, 11 if salt is None else 12)
+    extra = {} if salt is None else {"cache_salt": salt}
+    with serve(llm, served_model_names=["tiny"], api_keys=["one", "two"], prefixes_per_key=True) as url:
+
+        def cached(key: str, **more: Any) -> int:
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **extra, **more}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached("one"), cached("one"), cached("two"), cached("two")] == [0, 64, 0, 64]
+        assert cached("one", cache_salt="other") == 0  # a client's own salt parts it further
+
+
 def test_cached_tokens_are_told_in_both_modes(url: Url) -> None:
     """jundot/omlx#919"""
     prompt = varied(70, 3)

@@ -32,6 +32,14 @@ def serve(
             help="Key that requests must send as a bearer token; may be given several times.", negative=""
         ),
     ] = None,
+    prefixes_per_key: Annotated[
+        bool,
+        Parameter(
+            help="Let only requests with the same --api-key share cached prefixes.",
+            negative="",
+            show_default=False,
+        ),
+    ] = False,
     served_model_name: Annotated[
         list[str] | None,
         Parameter(
@@ -46,6 +54,8 @@ def serve(
     options = engine.options()
     if not all(key.strip() for key in api_key or ()):  # everybody would have it
         raise InvalidRequestError("--api-key is empty: is the variable set that it comes from?", "api_key")
+    if prefixes_per_key and not api_key:
+        raise InvalidRequestError("--prefixes-per-key needs keys: give --api-key, too", "prefixes_per_key")
     # Told to stop while loading or serving, close the engine before leaving.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The address is taken before the model is loaded, and listened on only after.
@@ -53,7 +63,12 @@ def serve(
         from mlx_paged_attention.api.server.app import create_app
         from mlx_paged_attention.api.server.graceful import GracefulServer
 
-        app = create_app(llm, served_model_names=served_model_name or (), api_keys=api_key or ())
+        app = create_app(
+            llm,
+            served_model_names=served_model_name or (),
+            api_keys=api_key or (),
+            prefixes_per_key=prefixes_per_key,
+        )
         names = ", ".join(app.state.serving.names)
         shown = f"[{host}]" if ":" in host else host
         say(f"serving {names} at http://{shown}:{listener.getsockname()[1]}/v1 (Ctrl-C stops)")

@@ -22,6 +22,7 @@ def create_app(
     *,
     served_model_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
+    prefixes_per_key: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """An ASGI application that serves ``llm``, which stays its owner's to close.
@@ -31,6 +32,7 @@ def create_app(
     Args:
         served_model_names: what requests may call the model; by default its own name.
         api_keys: if any, one of them is needed for every route but ``/health`` and ``/ping``.
+        prefixes_per_key: only requests with the same key share cached prefixes, whatever salts they bring.
         max_body_bytes: larger requests are answered 413.
     """
     assert all(api_keys), "an empty key lets everybody in"
@@ -42,5 +44,5 @@ def create_app(
     # The last one added is the first to see a request: no key, no reading of bodies.
     app.add_middleware(BodyLimit, limit=max_body_bytes)
     if api_keys:
-        app.add_middleware(ApiKey, keys=api_keys)
+        app.add_middleware(ApiKey, keys=api_keys, prefixes_apart=prefixes_per_key)
     return app

@@ -31,6 +31,7 @@ from mlx_paged_attention.api.server.serving import (
     ranked,
     respond,
     token_bytes,
+    with_owner,
 )
 from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob
 
@@ -41,7 +42,7 @@ router = APIRouter()
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer the conversation."""
     serving: Serving = request.app.state.serving
-    return await respond(request, body, _ChatChunks(serving, body).chunks(), _collect)
+    return await respond(request, body, _ChatChunks(serving, with_owner(body, request)).chunks(), _collect)
 
 
 class _ChatChunks:

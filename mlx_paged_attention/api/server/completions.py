@@ -20,6 +20,7 @@ from mlx_paged_attention.api.server.serving import (
     prompt_logprobs_json,
     ranked,
     respond,
+    with_owner,
 )
 from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
@@ -33,7 +34,9 @@ router = APIRouter()
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue the prompts."""
     serving: Serving = request.app.state.serving
-    return await respond(request, body, _CompletionChunks(serving, body).chunks(), _collect)
+    return await respond(
+        request, body, _CompletionChunks(serving, with_owner(body, request)).chunks(), _collect
+    )
 
 
 class _CompletionChunks:

@@ -3,6 +3,7 @@
 Plain ASGI, so that streams and disconnect messages pass through untouched.
 """
 
+import hashlib
 import hmac
 from collections.abc import Collection
 
@@ -15,15 +16,28 @@ from mlx_paged_attention.api.server.errors import error_body
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
-class ApiKey:
-    """Answer 401 to everything but the health checks unless one of the keys comes as a bearer token."""
+# Where the ASGI scope names the owner of a request's prefixes, if it has one.
+PREFIX_OWNER = "mlx_paged_attention.prefix_owner"
 
-    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+
+class ApiKey:
+    """Answer 401 to everything but the health checks unless one of the keys comes as a bearer token.
+
+    Args:
+        prefixes_apart: note in the scope whose key it is, so that only requests of one key share prefixes.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], prefixes_apart: bool = False) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._owners = [hashlib.sha256(b"prefix owner\0" + key).hexdigest()[:32] for key in self._keys]
+        self._prefixes_apart = prefixes_apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(scope):
+        owner = self._owner(scope) if scope["type"] == "http" else None
+        if owner is not None and self._prefixes_apart:
+            scope[PREFIX_OWNER] = owner
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and owner is None:
             body = error_body(
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
                 status=401,
@@ -33,12 +47,15 @@ class ApiKey:
             return
         await self._app(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _owner(self, scope: Scope) -> str | None:
+        """Names the key that came, without telling it; ``None`` if none of them did."""
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         given = token.strip().encode()
         # Every key is compared, in constant time: how long it takes tells nothing.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        if scheme.lower() != "bearer" or not any(matches):
+            return None
+        return self._owners[matches.index(True)]
 
 
 class BodyLimit:

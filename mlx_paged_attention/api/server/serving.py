@@ -21,6 +21,7 @@ from mlx_paged_attention.api.defaults import sampling_defaults
 from mlx_paged_attention.api.metrics import Metrics
 from mlx_paged_attention.api.server.chunks import PromptTokensDetails, Usage, encode
 from mlx_paged_attention.api.server.errors import ApiError, describe
+from mlx_paged_attention.api.server.middleware import PREFIX_OWNER
 from mlx_paged_attention.api.server.protocol import GenerationRequest
 from mlx_paged_attention.engine.outputs import Logprob, RequestOutput
 from mlx_paged_attention.errors import EngineDeadError
@@ -35,8 +36,17 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI's API says this 
 
 Outputs = AsyncGenerator[RequestOutput, None]
 
+B = TypeVar("B", bound=GenerationRequest)
 C = TypeVar("C", bound=msgspec.Struct)
 T = TypeVar("T")
+
+
+def with_owner(body: B, request: Request) -> B:
+    """The request with a salt of its own for each owner of prefixes, where there are owners."""
+    owner = request.scope.get(PREFIX_OWNER)
+    return (
+        body if owner is None else body.model_copy(update={"cache_salt": f"{owner}/{body.cache_salt or ''}"})
+    )
 
 
 class Serving:
