@@ -53,6 +53,7 @@ class AttentionBatch:
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
     _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
     _pieces: dict[int | None, Pieces] = field(default_factory=dict, repr=False)
+    _packings: "list[Packing]" = field(default_factory=list, repr=False)
     packing: "Packing | None" = field(default=None, repr=False)
     other_groups: "tuple[AttentionBatch, ...]" = field(default=(), repr=False)
 
@@ -65,13 +66,18 @@ class AttentionBatch:
         """This batch with other layer groups, given their slots and block tables."""
         if not others:
             return self
-        # Splits, masks and work lists depend on lengths alone: they are made once for all groups.
+        # Splits, masks, work lists and packings depend on lengths alone: they are made once for all groups.
         batches = [replace(self, slots=slots, block_tables=table, _pieces={}) for slots, table in others]
         return replace(self, other_groups=tuple(batches))
 
     def of_group(self, group: int) -> "AttentionBatch":
         """The batch for a layer group's layers."""
         return self.other_groups[group - 1] if group else self
+
+    @property
+    def groups(self) -> "tuple[AttentionBatch, ...]":
+        """The batch for each layer group."""
+        return (self, *self.other_groups)
 
     @property
     def rows(self) -> int:
