@@ -17,7 +17,6 @@ from mlx_paged_attention.bench.machine import Facts, blas_threads, machine_facts
 from mlx_paged_attention.bench.paged import PagedEngine
 from mlx_paged_attention.bench.report import Report
 from mlx_paged_attention.bench.settings import BenchSettings
-from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.outputs import EngineInfo
 from mlx_paged_attention.errors import InvalidRequestError
@@ -117,12 +116,11 @@ def check_fits(settings: BenchSettings, info: EngineInfo) -> None:
     Raises:
         InvalidRequestError: with both numbers and the flag that helps.
     """
-    need = BlockNeed(info.windows, info.block_size, info.max_num_batched_tokens)
     for requests, tokens in settings.shapes():
         for wanted, limit, what, flag in (
             (requests, info.max_num_seqs, "requests at once", "max_num_seqs"),
             (tokens, info.max_model_len, "tokens per request", "max_model_len"),
-            (requests * need.most(tokens), info.num_blocks - 1, "blocks in the KV pool", "kv_memory"),
+            (requests * info.need.most(tokens), info.num_blocks - 1, "blocks in the KV pool", "kv_memory"),
         ):
             if wanted > limit:
                 raise InvalidRequestError(

@@ -25,13 +25,12 @@ def longest_window_hit(
         is_cached: whether a block is there.
         first_needed: of a number of blocks, the index of the first that whoever goes on after them sees.
     """
-    end = num_blocks
-    for index in range(num_blocks - 1, -1, -1):
+    end = index = num_blocks
+    while index > first_needed(end):
+        index -= 1
         if not is_cached(index):
             end = index
-        elif index <= first_needed(end):
-            return end
-    return 0
+    return end
 
 
 def find_prefix(

@@ -152,7 +152,11 @@ class EngineInfo:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def need(self) -> BlockNeed:
+        """How many of the pool's blocks a sequence takes."""
+        return BlockNeed(self.windows, self.block_size, self.max_num_batched_tokens)
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence: what the pool holds, and at most ``max_model_len``."""
-        need = BlockNeed(self.windows, self.block_size, self.max_num_batched_tokens)
-        return need.longest(self.num_blocks - 1, self.max_model_len)
+        return self.need.longest(self.num_blocks - 1, self.max_model_len)
