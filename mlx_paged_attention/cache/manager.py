@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from mlx_paged_attention.cache.block import Block
 from mlx_paged_attention.cache.block_contents import BlockContents
 from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.cache.block_need import BlockNeed
