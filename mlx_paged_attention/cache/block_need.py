@@ -30,6 +30,10 @@ class BlockNeed:
         span = window - 1 + STEPS_AT_ONCE * self._step_tokens
         return min(whole, 1 + -(-(span - 1) // self.block_size))
 
+    def first_useful(self, window: int | None, num_tokens: int) -> int:
+        """Index of the first block that the token after ``num_tokens`` tokens, or a later one, looks at."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+
     def most(self, num_tokens: int) -> int:
         """Blocks that a sequence holds at most on the way to ``num_tokens`` tokens."""
         return sum(self.of_group(window, num_tokens) for window in self.windows)

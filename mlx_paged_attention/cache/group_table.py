@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mlx_paged_attention.cache.block import Block
+from mlx_paged_attention.cache.block_need import BlockNeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,39 @@ class RequestTable:
     forked: bool = False
 
     @property
-    def num_blocks(self) -> int:
-        """Length of each group's table."""
-        return len(self.groups[0].blocks)
+    def held(self) -> list[Block]:
+        """The blocks that are not behind a window, one group after the other."""
+        return [block for group in self.groups for block in group.held]
+
+    def missing(self, need: BlockNeed, num_tokens: int) -> int:
+        """Blocks that it may take, beyond those it holds, on the way to ``num_tokens`` tokens."""
+        missing = 0
+        for window, group in zip(need.windows, self.groups, strict=True):
+            still = -(-num_tokens // need.block_size) - len(group.blocks)
+            missing += max(0, min(still, need.of_group(window, num_tokens) - group.num_held))
+        return missing
+
+    def holds_window(self, need: BlockNeed, num_tokens: int) -> bool:
+        """Whether all that the token after ``num_tokens`` tokens looks at is there."""
+        return all(
+            need.first_useful(window, num_tokens) >= group.num_behind
+            for window, group in zip(need.windows, self.groups, strict=True)
+        )
+
+    def give_up(self, need: BlockNeed, num_tokens: int, null: Block) -> list[Block]:
+        """The blocks that no token after ``num_tokens`` looks at; the null block takes their places."""
+        return [
+            block
+            for window, group in zip(need.windows, self.groups, strict=True)
+            for block in group.give_up(need.first_useful(window, num_tokens), null)
+        ]
+
+    def fork(self, num_tokens: int, block_size: int) -> "RequestTable":
+        """A table of the same blocks, of the first ``num_tokens`` tokens."""
+        self.forked = True
+        keep, full = -(-num_tokens // block_size), num_tokens // block_size
+        groups = [
+            GroupTable(group.blocks[:keep], min(group.num_published, full), group.num_behind)
+            for group in self.groups
+        ]
+        return RequestTable(groups, num_tokens, forked=True)

@@ -11,7 +11,7 @@ from mlx_paged_attention.cache.events import CacheEvent
 from mlx_paged_attention.cache.group_table import CopyOnWrite, GroupTable, RequestTable
 from mlx_paged_attention.cache.hit_rate import HitRateWindow
 from mlx_paged_attention.cache.prefix_hit import CachedRequest, PrefixCacheStats, PrefixHit
-from mlx_paged_attention.cache.prefix_lookup import find_prefix, first_useful_block, group_hash
+from mlx_paged_attention.cache.prefix_lookup import find_prefix, group_hash
 from mlx_paged_attention.cache.state_slots import StateSlots
 
 FullHit = Literal["one_token", "recompute_block"]
@@ -64,7 +64,7 @@ class KVCacheManager:
         self.states = states
         self.need = BlockNeed(windows, block_size, max_step_tokens)
         self._windows = self.need.windows
-        self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._windowed = any(window is not None for window in windows)
         if self._windowed and max_step_tokens < 1:
             raise ValueError("windows need max_step_tokens: blocks are held for what a step computes, too")
         simple = self._windows == (None,) and states is None
@@ -101,7 +101,7 @@ class KVCacheManager:
         """Blocks that the request may still take, beyond those it holds, for all the tokens it knows."""
         num_tokens = len(request.token_ids)
         table = self._tables.get(request.request_id)
-        return self.need.most(num_tokens) if table is None else self._missing(table.groups, num_tokens)
+        return self.need.most(num_tokens) if table is None else table.missing(self.need, num_tokens)
 
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block tables, one group after the other; empty if it holds nothing."""
@@ -122,7 +122,7 @@ class KVCacheManager:
             hashes = hashes[: (num_tokens - 1) // self.block_size]
         if self._windows != (None,):
             assert self.states is None, "states and windows"
-            tables = find_prefix(self.pool, hashes, self._windows, self.block_size, num_tokens)
+            tables = find_prefix(self.pool, hashes, self.need, num_tokens)
             ids = tuple(block.block_id for blocks in tables for block in blocks)
             return PrefixHit(ids, min(len(tables[0]) * self.block_size, num_tokens - 1))
         block_ids = []
@@ -175,38 +175,38 @@ class KVCacheManager:
         if num_new_tokens < 1:
             raise ValueError(f"num_new_tokens must be at least 1, not {num_new_tokens}")
         pool, size = self.pool, self.block_size
-        table = self._tables.get(request.request_id)
-        if table is not None:
+        known = self._tables.get(request.request_id)
+        if known is not None:
             if hit is not None:
                 raise ValueError(f"request {request.request_id} holds blocks and cannot take a prefix hit")
-            computed = request.num_computed_tokens
-            groups, held = table.groups, table.num_blocks
+            computed, table = request.num_computed_tokens, known
         else:
             computed = hit.num_tokens if hit is not None else request.num_computed_tokens
-            groups = self._hit_tables(hit)
-            held = len(groups[0].blocks)
+            table = self._table_of(hit)
+        groups, held = table.groups, len(table.groups[0].blocks)
         num_slots = computed + num_new_tokens
         num_new_blocks = max(0, -(-num_slots // size) - held)
-        partial = -1 if table is None else self._partial_block(table, computed, num_slots)
-        num_shared = sum(group.blocks[partial].ref_count > 1 for group in groups) if partial >= 0 else 0
+        partial = None if known is None else self._partial_block(table, computed, num_slots)
+        # Forks share the blocks of all groups.
+        is_shared = partial is not None and groups[0].blocks[partial].ref_count > 1
 
-        if num_new_blocks or table is None or whole_sequence or num_shared:
-            if table is not None and self._windowed:
-                self._free_behind_windows(request, table)
+        if num_new_blocks or known is None or whole_sequence or is_shared:
+            if known is not None and self._windowed:
+                processed = max(0, request.num_computed_tokens - request.num_tokens_in_flight)
+                pool.free_blocks(table.give_up(self.need, processed, pool.blocks[0]))
             required = num_new_blocks * len(groups)
             if whole_sequence:
-                required = max(required, self._missing(groups, len(request.token_ids)))
-            required += num_shared
-            if table is None:
-                required += sum(block.ref_count == 0 for group in groups for block in group.held)
+                required = max(required, table.missing(self.need, len(request.token_ids)))
+            required += is_shared * len(groups)
+            if known is None:
+                required += sum(block.ref_count == 0 for block in table.held)
             if required > pool.num_free - reserved_blocks:
                 return None
 
         added = held
-        if table is None:
-            for group in groups:
-                pool.touch(group.held)
-            table = self._tables[request.request_id] = RequestTable(groups)
+        if known is None:
+            pool.touch(table.held)
+            self._tables[request.request_id] = table
             if self.states is not None:
                 hit = hit or PrefixHit()
                 self.states.admit(request.request_id, hit.state_slot, hit.num_found)
@@ -215,24 +215,30 @@ class KVCacheManager:
             added = 0
         else:
             table.copied = None
-        if partial >= 0:
+        if partial is not None:
             self._make_writable(table, partial)
         if num_new_blocks:
             new_blocks = pool.get_new_blocks(num_new_blocks * len(groups))
             for i, group in enumerate(groups):
-                group.blocks.extend(new_blocks[i * num_new_blocks : (i + 1) * num_new_blocks])
+                group.blocks += new_blocks[i * num_new_blocks : (i + 1) * num_new_blocks]
         table.num_slots = num_slots
 
         # Tokens beyond the known ones are guesses that may be taken back: not published.
         self._publish(request, table, min(num_slots, len(request.token_ids)) // size)
+        if added and not num_new_blocks:
+            return []
         return [block.block_id for group in groups for block in group.blocks[added:]]
 
-    def _partial_block(self, table: RequestTable, computed: int, num_slots: int) -> int:
-        """Index of the block that holds tokens and is now to be written from within; -1 if there is none."""
+    def _partial_block(self, table: RequestTable, computed: int, num_slots: int) -> int | None:
+        """Index of the block that holds tokens and is now to be written from within, if there is one."""
         begin = max(computed, table.num_slots)  # slots that were given before have been written
-        return begin // self.block_size if begin % self.block_size and num_slots > begin else -1
+        inside = begin % self.block_size and num_slots > begin
+        return begin // self.block_size if inside else None
 
     def _make_writable(self, table: RequestTable, index: int) -> None:
+        first = table.groups[0].blocks[index]
+        if first.ref_count == 1 and first.block_hash is None:  # as in all other groups
+            return
         pairs = []
         for group in table.groups:
             partial = group.blocks[index]
@@ -269,13 +275,8 @@ class KVCacheManager:
         parent = self._tables[request_id]
         assert child_id not in self._tables
         assert 0 < num_tokens <= parent.num_slots, "tokens that have no slots"
-        keep, full = -(-num_tokens // self.block_size), num_tokens // self.block_size
-        groups = []
-        for group in parent.groups:
-            groups.append(GroupTable(group.blocks[:keep], min(group.num_published, full), group.num_behind))
-            self.pool.touch(groups[-1].held)
-        self._tables[child_id] = RequestTable(groups, num_tokens, forked=True)
-        parent.forked = True
+        child = self._tables[child_id] = parent.fork(num_tokens, self.block_size)
+        self.pool.touch(child.held)
 
     @property
     def can_fork(self) -> bool:
@@ -284,11 +285,7 @@ class KVCacheManager:
 
     def holds_window(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request still holds all that the token after its first ``num_tokens`` looks at."""
-        groups = self._tables[request_id].groups
-        return all(
-            first_useful_block(window, num_tokens, self.block_size) >= groups[group].num_behind
-            for group, window in self._windowed
-        )
+        return self._tables[request_id].holds_window(self.need, num_tokens)
 
     def chunk_end(self, request: CachedRequest, start: int, end: int, hit: PrefixHit | None = None) -> int:
         """Where a chunk planned for positions ``start .. end - 1`` should end, at most at ``end``.
@@ -418,7 +415,7 @@ class KVCacheManager:
         owners = dict.fromkeys(range(1, len(self.pool.blocks)), 0)
         for request_id, table in self._tables.items():
             assert len(table.groups) == self.num_groups
-            held = [block.block_id for group in table.groups for block in group.held]
+            held = [block.block_id for block in table.held]
             assert len(set(held)) == len(held), f"{request_id} holds a block twice"
             assert 0 not in held, f"{request_id} holds the null block"
             for block_id in held:
@@ -432,30 +429,15 @@ class KVCacheManager:
         for block in self.pool.blocks[1:]:
             assert block.ref_count == owners[block.block_id], block
 
-    def _hit_tables(self, hit: PrefixHit | None) -> list[GroupTable]:
-        """Tables of what was found; nothing is taken yet."""
+    def _table_of(self, hit: PrefixHit | None) -> RequestTable:
+        """What was found; nothing is taken yet."""
         ids = () if hit is None else hit.block_ids
         count = len(ids) // self.num_groups
-        tables = []
+        groups = []
         for group in range(self.num_groups):
             blocks = [self.pool.blocks[block_id] for block_id in ids[group * count : (group + 1) * count]]
-            tables.append(GroupTable(blocks, count, sum(block.is_null for block in blocks)))
-        return tables
-
-    def _missing(self, groups: Sequence[GroupTable], num_tokens: int) -> int:
-        """Blocks that these tables may take, beyond those they hold, on the way to ``num_tokens`` tokens."""
-        missing = 0
-        for window, group in zip(self._windows, groups, strict=True):
-            still = -(-num_tokens // self.block_size) - len(group.blocks)
-            missing += max(0, min(still, self.need.of_group(window, num_tokens) - group.num_held))
-        return missing
-
-    def _free_behind_windows(self, request: CachedRequest, table: RequestTable) -> None:
-        """Give back what no token sees that is yet to be computed, or is being computed in a step."""
-        processed = max(0, request.num_computed_tokens - request.num_tokens_in_flight)
-        for group, window in self._windowed:
-            behind = first_useful_block(window, processed, self.block_size)
-            self.pool.free_blocks(table.groups[group].give_up(behind, self.pool.blocks[0]))
+            groups.append(GroupTable(blocks, count, sum(block.is_null for block in blocks)))
+        return RequestTable(groups)
 
     def _publish(self, request: CachedRequest, table: RequestTable, num_full: int) -> None:
         """Up to the first ``num_full`` blocks of each group."""

@@ -3,17 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from mlx_paged_attention.cache.block import Block
+from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.cache.block_pool import BlockPool
 
 
 def group_hash(block_hash: bytes, group: int) -> bytes:
     """The name of what a layer group keeps of a block's tokens; groups lose their blocks independently."""
     return block_hash + group.to_bytes(4, "little") if group else block_hash
-
-
-def first_useful_block(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Index of the first block that the token after ``num_tokens`` tokens, or any later one, looks at."""
-    return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
 def longest_window_hit(
@@ -34,7 +30,7 @@ def longest_window_hit(
 
 
 def find_prefix(
-    pool: BlockPool, hashes: Sequence[bytes], windows: Sequence[int | None], block_size: int, num_tokens: int
+    pool: BlockPool, hashes: Sequence[bytes], need: BlockNeed, num_tokens: int
 ) -> list[list[Block]]:
     """Each group's blocks of the longest prefix that all of them can go on from, equally many.
 
@@ -42,7 +38,7 @@ def find_prefix(
 
     Args:
         hashes: of the sequence's full blocks.
-        windows: of the groups.
+        need: has the groups' windows.
         num_tokens: of the sequence; its last one is computed in any case.
     """
 
@@ -50,17 +46,17 @@ def find_prefix(
         return pool.get_cached_block(group_hash(hashes[index], group))
 
     def first_needed(window: int | None, count: int) -> int:
-        return first_useful_block(window, min(count * block_size, num_tokens - 1), block_size)
+        return need.first_useful(window, min(count * need.block_size, num_tokens - 1))
 
     # Whole contexts from the left, then windows from the right, until all agree.
     count = len(hashes)
-    for group, window in enumerate(windows):
+    for group, window in enumerate(need.windows):
         if window is None:
             count = next((i for i in range(count) if find(group, i) is None), count)
     agreed = False
     while not agreed:
         agreed = True
-        for group, window in enumerate(windows):
+        for group, window in enumerate(need.windows):
             if window is not None:
                 found = longest_window_hit(
                     lambda i, group=group: find(group, i) is not None,  # type: ignore[misc]
@@ -70,7 +66,7 @@ def find_prefix(
                 agreed &= found == count
                 count = found
     tables = []
-    for group, window in enumerate(windows):
+    for group, window in enumerate(need.windows):
         first = min(count, first_needed(window, count))
         blocks = [find(group, i) for i in range(first, count)]
         tables.append([pool.blocks[0]] * first + [block for block in blocks if block is not None])

@@ -115,7 +115,7 @@ def test_blocks_behind_the_window_are_given_back_deeper_ones_first() -> None:
     behind = []
     for computed in (0, 4, 5, 6, 7, 11):
         request.num_computed_tokens = computed
-        manager._free_behind_windows(request, manager._tables["r"])
+        assert manager.allocate_slots(request, 22 - computed, whole_sequence=True) == []
         manager.check()
         (table,) = manager.tables("r")
         assert len(table) == 11
