@@ -285,3 +285,33 @@ def test_groups_name_equal_blocks_differently() -> None:
     key = b"k" * 32
     assert group_hash(key, 0) == key
     assert len({group_hash(key, group) for group in range(300)}) == 300
+
+
+def test_a_fork_shares_every_group_and_copies_one_block_of_each() -> None:
+    manager = manager_of((None, 4), 40, 2, enable_caching=False)
+    parent = request_of(manager, "parent", list(range(9)))
+    compute(manager, parent, 7)
+    compute(manager, parent, 9)
+    manager.fork("parent", "child", 9)
+    manager.check()
+    tables = manager.tables("parent")
+    assert manager.tables("child") == tables
+    assert tables[1][:2] == [0, 0]
+    child = request_of(manager, "child", [*range(9), 50])
+    child.num_computed_tokens = 9
+    assert manager.allocate_slots(child, 1) == []
+    copied = manager.take_copied("child")
+    assert copied is not None
+    own = manager.tables("child")
+    assert copied.index == 4
+    assert copied.pairs == [(table[4], mine[4]) for table, mine in zip(tables, own, strict=True)]
+    assert manager.tables("parent") == tables
+    manager.check()
+
+
+def test_a_fork_needs_what_its_next_token_sees() -> None:
+    manager = manager_of((None, 4), 40, 2, enable_caching=False)
+    parent = request_of(manager, "parent", list(range(14)))
+    compute(manager, parent, 7)
+    compute(manager, parent, 13)  # gave back blocks 0 and 1 of the window, positions 0 to 3
+    assert [manager.holds_window("parent", n) for n in (5, 6, 7, 8)] == [False, False, True, True]
