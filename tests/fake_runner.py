@@ -2,7 +2,8 @@
 
 What it stores in a slot names the whole token prefix up to there, as a key or value would depend on it.
 So a row that reads a slot which was overwritten, not yet written or somebody else's fails at once. The
-states of recurrent layers are the same names, one per slot of theirs.
+states of recurrent layers are the same names, one per slot of theirs. Layer groups share the slots, and
+put their number into what they store; of what lies behind its window a group reads nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,11 +57,12 @@ def expected_output(prompt: Iterable[int], length: int) -> list[int]:
 
 
 class FakeRunner:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self._size = block_size
-        self._tables: dict[str, list[int]] = {}
+        self._windows = windows
+        self._tables: dict[str, list[list[int]]] = {}
         self._states: dict[str, list[int]] = {}
-        self._slots: dict[tuple[int, int], int] = {}
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._recurrent: dict[int, int] = {}
         self._failed: set[str] = set()
         self.sampled: dict[str, int] = {}  # by the last step
@@ -74,8 +76,8 @@ class FakeRunner:
         written: set[tuple[int, int]] = set()
         outputs = []
         for row in plan.rows:
-            table, states = self._tables[row.request_id], self._states[row.request_id]
-            table += row.new_block_ids
+            tables, states = self._tables[row.request_id], self._states[row.request_id]
+            self._append(row)
             del states[row.start :]
             assert len(states) == row.start, f"{row.request_id} leaves a gap"
             for token in self._known(row):
@@ -89,15 +91,20 @@ class FakeRunner:
                 before = states[row.start - 1] if row.start else None
                 assert self._recurrent.get(row.state_from) == before, f"{row.request_id}: another's state"
                 self._recurrent[row.state_to] = states[-1]
-            for position in range(max(row.start, row.write_from), len(states)):
-                slot = self._slot(table, position)
-                assert slot[0] != 0
-                assert slot not in written, f"{slot} is written twice in one step"
-                written.add(slot)
-                self._slots[slot] = states[position]
-            for position, state in enumerate(states):
-                found = self._slots.get(self._slot(table, position))
-                assert found == state, f"{row.request_id} reads another's slot at {position}"
+            for group, table in enumerate(tables):
+                for position in range(max(row.start, row.write_from), len(states)):
+                    slot = self._slot(table, position)
+                    assert slot[0] != 0
+                    assert slot not in written, f"{slot} is written twice in one step"
+                    written.add(slot)
+                    self._slots[slot] = (group, states[position])
+            for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):
+                first = 0 if window is None else max(0, row.start - window + 1)
+                for position in range(first, len(states)):
+                    found = self._slots.get(self._slot(table, position))
+                    assert found == (group, states[position]), (
+                        f"{row.request_id} reads another's slot at {position} in group {group}"
+                    )
             outputs.append(self._output(row, states[-1] % VOCAB_SIZE))
         return StepOutput(plan.step, outputs)
 
@@ -106,8 +113,7 @@ class FakeRunner:
         self._enter(plan)
         self._sampled_before, self.sampled = self.sampled, {}
         for row in plan.rows:
-            table = self._tables[row.request_id]
-            table += row.new_block_ids
+            self._append(row)
             del self._states[row.request_id][row.start :]
             for token in self._known(row):
                 states = self._states[row.request_id]
@@ -115,8 +121,9 @@ class FakeRunner:
             self.sampled[row.request_id] = 0
             if row.state_to:
                 self._recurrent[row.state_to] = -1
-            for position in range(max(row.start, row.write_from), row.start + len(row.token_ids)):
-                self._slots[self._slot(table, position)] = -1
+            for table in self._tables[row.request_id]:
+                for position in range(max(row.start, row.write_from), row.start + len(row.token_ids)):
+                    self._slots[self._slot(table, position)] = (-1, -1)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Rows of these requests are garbage until they enter again, and so are their tokens."""
@@ -136,13 +143,13 @@ class FakeRunner:
     def _enter(self, plan: StepPlan) -> None:
         for source, target in plan.copies:
             for offset in range(self._size):
-                self._slots[target, offset] = self._slots.get((source, offset), -1)
+                self._slots[target, offset] = self._slots.get((source, offset), (-1, -1))
         for request_id in plan.released:
             del self._tables[request_id], self._states[request_id]
         for new in plan.new:
             assert new.request_id not in self._tables
             self._failed.discard(new.request_id)
-            self._tables[new.request_id] = []
+            self._tables[new.request_id] = [[] for _ in self._windows]
             row = next(row for row in plan.rows if row.request_id == new.request_id)
             assert row.token_ids == new.token_ids[row.start : row.start + len(row.token_ids)]
             states: list[int] = []
@@ -150,7 +157,15 @@ class FakeRunner:
                 states.append(_extend(states[-1] if states else 0, token))
             self._states[new.request_id] = states
         for change in plan.changes:
-            self._tables[change.request_id][change.index] = change.block_id
+            for table, block_id in zip(self._tables[change.request_id], change.block_ids, strict=True):
+                table[change.index] = block_id
+
+    def _append(self, row: PlannedRow) -> None:
+        tables = self._tables[row.request_id]
+        count = len(row.new_block_ids) // len(tables)
+        assert len(row.new_block_ids) == count * len(tables)
+        for group, table in enumerate(tables):
+            table += row.new_block_ids[group * count : (group + 1) * count]
 
     def _slot(self, table: list[int], position: int) -> tuple[int, int]:
         return table[position // self._size], position % self._size

@@ -13,7 +13,15 @@ PACKAGE = Path(mlx_paged_attention.__file__).parent
 NAME = "mlx_paged_attention"
 
 # Values that every layer may use.
-SHARED = {"config", "errors", "paths", "sampling.params", "cache.spec", "scheduler.step_plan"}
+SHARED = {
+    "config",
+    "errors",
+    "paths",
+    "sampling.params",
+    "cache.layer_groups",
+    "cache.spec",
+    "scheduler.step_plan",
+}
 
 # Which folders each folder may import from, besides its own and what is shared.
 ALLOWED = {

@@ -15,7 +15,8 @@ def startup_report(info: EngineInfo) -> str:
     lines = [
         f"model     {info.model}: {info.dtype} on {info.backend}, {info.forward}",
         f"KV cache  {blocks} of {counted(info.block_size, 'token')} (and the null block), "
-        f"{size(info.bytes_per_token)} per token, pool {size(info.pool_bytes)}",
+        f"{per_token(info.bytes_per_token, info.windows, info.bytes_beyond_windows)}, "
+        f"pool {size(info.pool_bytes)}",
         *states,
         f"requests  up to {counted(info.max_model_len, 'token')} each; the pool holds "
         f"{info.full_length_requests:.1f} that long at once",
@@ -24,6 +25,12 @@ def startup_report(info: EngineInfo) -> str:
         *(f"note      {note}" for note in info.notes),
     ]
     return "\n".join(lines)
+
+
+def per_token(count: int, windows: Sequence[int | None], beyond: int) -> str:
+    """``24.0 KiB per token``, and what is left of it behind the windows of layer groups."""
+    freed = "" if set(windows) == {None} else f" (behind windows {size(beyond)})"
+    return f"{size(count)} per token{freed}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -64,7 +71,7 @@ def cut_report(outputs: Sequence[RequestOutput], max_tokens: int | None, info: E
 def _limit(answer: CompletionOutput, max_tokens: int | None, info: EngineInfo) -> str:
     if max_tokens is not None and len(answer.token_ids) >= max_tokens:
         return f"--max-tokens {max_tokens}"
-    capacity = (info.num_blocks - 1) * info.block_size
+    capacity = info.longest_sequence
     if capacity < info.max_model_len:
         return f"{counted(capacity, 'token')}, which fill the KV cache"
     return f"max_model_len {info.max_model_len}"

@@ -116,13 +116,11 @@ def check_fits(settings: BenchSettings, info: EngineInfo) -> None:
     Raises:
         InvalidRequestError: with both numbers and the flag that helps.
     """
-    capacity = (info.num_blocks - 1) * info.block_size
     for requests, tokens in settings.shapes():
-        needed = requests * -(-tokens // info.block_size) * info.block_size
         for wanted, limit, what, flag in (
             (requests, info.max_num_seqs, "requests at once", "max_num_seqs"),
             (tokens, info.max_model_len, "tokens per request", "max_model_len"),
-            (needed, capacity, "tokens in the KV pool", "kv_memory"),
+            (requests * info.need.most(tokens), info.num_blocks - 1, "blocks in the KV pool", "kv_memory"),
         ):
             if wanted > limit:
                 raise InvalidRequestError(

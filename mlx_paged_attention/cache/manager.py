@@ -1,102 +1,27 @@
 """KVCacheManager: which blocks each request holds, and which of a prompt's blocks exist already."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
-from mlx_paged_attention.cache.block import Block
 from mlx_paged_attention.cache.block_contents import BlockContents
 from mlx_paged_attention.cache.block_hash import BlockHasher
+from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.cache.block_pool import BlockPool
 from mlx_paged_attention.cache.events import CacheEvent
+from mlx_paged_attention.cache.group_table import CopyOnWrite, GroupTable, RequestTable
 from mlx_paged_attention.cache.hit_rate import HitRateWindow
+from mlx_paged_attention.cache.prefix_hit import CachedRequest, PrefixCacheStats, PrefixHit
+from mlx_paged_attention.cache.prefix_lookup import find_prefix, group_hash
 from mlx_paged_attention.cache.state_slots import StateSlots
 
 FullHit = Literal["one_token", "recompute_block"]
 
 
-class CachedRequest(Protocol):
-    """What the manager reads of a request; it changes none of it."""
-
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_preemptions: int
-    block_hashes: list[bytes]
-    prefix_start: bytes
-
-    @property
-    def skip_reading_prefix_cache(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The published blocks at the start of a request's tokens.
-
-    Attributes:
-        block_ids: in table order.
-        num_tokens: tokens that need not be computed. One less than the blocks hold if they hold
-            the whole sequence: its last token is computed again, for its logits.
-        copied_from: a published block that begins with the tokens after those of ``block_ids``: a copy of it
-            saves computing them; 0 if there is none.
-        state_slot: where the recurrent layers' state after these tokens is; 0 without any.
-        num_found: with such layers, tokens in published blocks, also those after the last snapshot.
-    """
-
-    block_ids: tuple[int, ...] = ()
-    num_tokens: int = 0
-    copied_from: int = 0
-    state_slot: int = 0
-    num_found: int = 0
-
-
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Lookups of admitted requests, in requests and tokens. ``preempted_*``: those of resumed ones."""
-
-    requests: int = 0
-    queries: int = 0
-    hits: int = 0
-    preempted_requests: int = 0
-    preempted_queries: int = 0
-    preempted_hits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOnWrite:
-    """A block of a table that others hold, too, and in whose place its owner got a block of its own.
-
-    Attributes:
-        index: in the table.
-        source, target: what is to be copied before anything is written.
-    """
-
-    index: int
-    source: int
-    target: int
-
-
-@dataclass(slots=True)
-class _BlockTable:
-    """One request's blocks.
-
-    Attributes:
-        num_slots: tokens it has room assigned for.
-        num_published: leading blocks that were found or made published.
-        copied: what the last allocation copied.
-        forked: blocks that were not published then are, or were, another's, too.
-    """
-
-    blocks: list[Block]
-    num_slots: int
-    num_published: int
-    copied: CopyOnWrite | None = None
-    forked: bool = False
-
-
 class KVCacheManager:
     """Gives requests block tables out of one pool.
+
+    A request has a table for each layer group, all equally long. Lists of its block ids have one table after
+    the other. Blocks wholly behind a group's window are given back, and the null block takes their places.
 
     Args:
         num_blocks: blocks in the pool, the null block included.
@@ -106,7 +31,9 @@ class KVCacheManager:
         full_hit: what a wholly cached prompt computes. ``"one_token"`` computes its last token
             without writing it; ``"recompute_block"`` computes its last block into a new block.
         partial_hits: find prefixes that end within a block, too, which is then copied; not if they
-            share less than a quarter of it.
+            share less than a quarter of it. Not with windows or several groups.
+        windows: of each layer group; ``None`` looks back on everything.
+        max_step_tokens: most tokens of one request in a step; needed if there are windows.
         states: the slots of recurrent layers' states, for a model that has such layers.
         on_evict: called with block id and digest just before a published block is reused.
         enable_events: record ``CacheEvent`` values for ``take_events``.
@@ -121,6 +48,8 @@ class KVCacheManager:
         root_hash: bytes,
         full_hit: FullHit = "one_token",
         partial_hits: bool = False,
+        windows: Sequence[int | None] = (None,),
+        max_step_tokens: int = 0,
         states: StateSlots | None = None,
         on_evict: Callable[[int, bytes], None] | None = None,
         enable_events: bool = False,
@@ -133,9 +62,15 @@ class KVCacheManager:
         self.hit_rate = HitRateWindow()
         self.num_copies = 0  # blocks copied because forks shared them
         self.states = states
-        self._contents = BlockContents() if partial_hits and states is None else None
+        self.need = BlockNeed(windows, block_size, max_step_tokens)
+        self._windows = self.need.windows
+        self._windowed = any(window is not None for window in windows)
+        if self._windowed and max_step_tokens < 1:
+            raise ValueError("windows need max_step_tokens: blocks are held for what a step computes, too")
+        simple = self._windows == (None,) and states is None
+        self._contents = BlockContents() if partial_hits and simple else None
         self._full_hit = full_hit
-        self._tables: dict[str, _BlockTable] = {}
+        self._tables: dict[str, RequestTable] = {}
         self._published: list[tuple[int, bytes]] = []
 
     @property
@@ -157,20 +92,25 @@ class KVCacheManager:
         """Held share of the usable blocks, 0 to 1."""
         return self.pool.usage
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def num_groups(self) -> int:
+        """Layer groups, each with a table of its own."""
+        return len(self._windows)
 
     def num_missing_blocks(self, request: CachedRequest) -> int:
-        """Blocks the request still needs for all the tokens it knows."""
+        """Blocks that the request may still take, beyond those it holds, for all the tokens it knows."""
+        num_tokens = len(request.token_ids)
         table = self._tables.get(request.request_id)
-        held = len(table.blocks) if table else 0
-        return max(0, self.num_blocks_for(len(request.token_ids)) - held)
+        return self.need.most(num_tokens) if table is None else table.missing(self.need, num_tokens)
 
     def block_ids(self, request_id: str) -> list[int]:
-        """The request's block table; empty if it holds nothing."""
+        """The request's block tables, one group after the other; empty if it holds nothing."""
+        return [block_id for ids in self.tables(request_id) for block_id in ids]
+
+    def tables(self, request_id: str) -> list[list[int]]:
+        """The request's block table in each group; none if it holds nothing."""
         table = self._tables.get(request_id)
-        return [block.block_id for block in table.blocks] if table else []
+        return [[block.block_id for block in group.blocks] for group in table.groups] if table else []
 
     def get_computed_blocks(self, request: CachedRequest) -> PrefixHit:
         """The longest published prefix of the request's tokens. Takes nothing."""
@@ -180,6 +120,11 @@ class KVCacheManager:
         hashes = request.block_hashes
         if self._full_hit == "recompute_block" or self.states is not None:
             hashes = hashes[: (num_tokens - 1) // self.block_size]
+        if self._windows != (None,):
+            assert self.states is None, "states and windows"
+            tables = find_prefix(self.pool, hashes, self.need, num_tokens)
+            ids = tuple(block.block_id for blocks in tables for block in blocks)
+            return PrefixHit(ids, min(len(tables[0]) * self.block_size, num_tokens - 1))
         block_ids = []
         for block_hash in hashes:
             block = self.pool.get_cached_block(block_hash)
@@ -223,40 +168,44 @@ class KVCacheManager:
             reserved_blocks: free blocks that must be left to others.
 
         Returns:
-            The ids to append to the request's table, hits first; ``None`` if it does not fit, in
-            which case nothing has changed.
+            The ids to append to the request's tables, hits first, equally many for each group and one
+            group after the other; ``None`` if it does not fit, in which case nothing has changed but that
+            blocks behind windows were given back.
         """
         if num_new_tokens < 1:
             raise ValueError(f"num_new_tokens must be at least 1, not {num_new_tokens}")
         pool, size = self.pool, self.block_size
-        table = self._tables.get(request.request_id)
-        if table is not None:
+        known = self._tables.get(request.request_id)
+        if known is not None:
             if hit is not None:
                 raise ValueError(f"request {request.request_id} holds blocks and cannot take a prefix hit")
-            computed = request.num_computed_tokens
-            held = len(table.blocks)
-            hit_blocks: list[Block] = []
+            computed, table = request.num_computed_tokens, known
         else:
             computed = hit.num_tokens if hit is not None else request.num_computed_tokens
-            hit_blocks = [pool.blocks[block_id] for block_id in hit.block_ids] if hit is not None else []
-            held = len(hit_blocks)
+            table = self._table_of(hit)
+        groups, held = table.groups, len(table.groups[0].blocks)
         num_slots = computed + num_new_tokens
         num_new_blocks = max(0, -(-num_slots // size) - held)
-        partial = None if table is None else self._partial_block(table, computed, num_slots)
-        is_shared = partial is not None and partial.ref_count > 1
+        partial = None if known is None else self._partial_block(table, computed, num_slots)
+        # Forks share the blocks of all groups.
+        is_shared = partial is not None and groups[0].blocks[partial].ref_count > 1
 
-        if num_new_blocks or hit_blocks or whole_sequence or is_shared:
-            required = num_new_blocks
+        if num_new_blocks or known is None or whole_sequence or is_shared:
+            if known is not None and self._windowed:
+                processed = max(0, request.num_computed_tokens - request.num_tokens_in_flight)
+                pool.free_blocks(table.give_up(self.need, processed, pool.blocks[0]))
+            required = num_new_blocks * len(groups)
             if whole_sequence:
-                required = max(required, self.num_blocks_for(len(request.token_ids)) - held)
-            required += is_shared
-            required += sum(block.ref_count == 0 for block in hit_blocks)
+                required = max(required, table.missing(self.need, len(request.token_ids)))
+            required += is_shared * len(groups)
+            if known is None:
+                required += sum(block.ref_count == 0 for block in table.held)
             if required > pool.num_free - reserved_blocks:
                 return None
 
-        if table is None:
-            pool.touch(hit_blocks)
-            table = _BlockTable(hit_blocks, 0, len(hit_blocks))
+        added = held
+        if known is None:
+            pool.touch(table.held)
             self._tables[request.request_id] = table
             if self.states is not None:
                 hit = hit or PrefixHit()
@@ -265,34 +214,45 @@ class KVCacheManager:
                 self._record_lookup(request, hit)
             added = 0
         else:
-            added = held
             table.copied = None
         if partial is not None:
             self._make_writable(table, partial)
         if num_new_blocks:
-            table.blocks.extend(pool.get_new_blocks(num_new_blocks))
+            new_blocks = pool.get_new_blocks(num_new_blocks * len(groups))
+            for i, group in enumerate(groups):
+                group.blocks += new_blocks[i * num_new_blocks : (i + 1) * num_new_blocks]
         table.num_slots = num_slots
 
         # Tokens beyond the known ones are guesses that may be taken back: not published.
         self._publish(request, table, min(num_slots, len(request.token_ids)) // size)
-        return [block.block_id for block in table.blocks[added:]]
+        if added and not num_new_blocks:
+            return []
+        return [block.block_id for group in groups for block in group.blocks[added:]]
 
-    def _partial_block(self, table: _BlockTable, computed: int, num_slots: int) -> Block | None:
-        """The block that holds tokens of the table and is now to be written from within, if there is one."""
+    def _partial_block(self, table: RequestTable, computed: int, num_slots: int) -> int | None:
+        """Index of the block that holds tokens and is now to be written from within, if there is one."""
         begin = max(computed, table.num_slots)  # slots that were given before have been written
         inside = begin % self.block_size and num_slots > begin
-        return table.blocks[begin // self.block_size] if inside else None
+        return begin // self.block_size if inside else None
 
-    def _make_writable(self, table: _BlockTable, partial: Block) -> None:
-        if partial.ref_count > 1:
-            (own,) = self.pool.get_new_blocks(1)
-            index = table.blocks.index(partial)
-            table.blocks[index] = own
-            self.pool.free_blocks([partial])
-            table.copied = CopyOnWrite(index, partial.block_id, own.block_id)
-            self.num_copies += 1
-        elif partial.block_hash is not None:  # by the other side of a fork, which is gone
-            self.pool.unpublish([partial.block_id])
+    def _make_writable(self, table: RequestTable, index: int) -> None:
+        first = table.groups[0].blocks[index]
+        if first.ref_count == 1 and first.block_hash is None:  # as in all other groups
+            return
+        pairs = []
+        for group in table.groups:
+            partial = group.blocks[index]
+            if partial.ref_count > 1:
+                (own,) = self.pool.get_new_blocks(1)
+                group.blocks[index] = own
+                self.pool.free_blocks([partial])
+                pairs.append((partial.block_id, own.block_id))
+            elif partial.block_hash is not None:  # by the other side of a fork, which is gone
+                self.pool.unpublish([partial.block_id])
+        if pairs:
+            assert len(pairs) == len(table.groups), "groups are shared by the same requests"
+            table.copied = CopyOnWrite(index, pairs)
+            self.num_copies += len(pairs)
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that the request has been given room for."""
@@ -311,19 +271,21 @@ class KVCacheManager:
         the last owner writes in place.
         """
         assert self.can_fork
+        assert self.holds_window(request_id, num_tokens - 1), "what the child sees is gone"
         parent = self._tables[request_id]
         assert child_id not in self._tables
         assert 0 < num_tokens <= parent.num_slots, "tokens that have no slots"
-        blocks = parent.blocks[: self.num_blocks_for(num_tokens)]
-        self.pool.touch(blocks)
-        published = min(parent.num_published, num_tokens // self.block_size)
-        self._tables[child_id] = _BlockTable(blocks, num_tokens, published, forked=True)
-        parent.forked = True
+        child = self._tables[child_id] = parent.fork(num_tokens, self.block_size)
+        self.pool.touch(child.held)
 
     @property
     def can_fork(self) -> bool:
         """Whether sequences can part at any token: states of recurrent layers are kept at some only."""
         return self.states is None
+
+    def holds_window(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the request still holds all that the token after its first ``num_tokens`` looks at."""
+        return self._tables[request_id].holds_window(self.need, num_tokens)
 
     def chunk_end(self, request: CachedRequest, start: int, end: int, hit: PrefixHit | None = None) -> int:
         """Where a chunk planned for positions ``start .. end - 1`` should end, at most at ``end``.
@@ -369,23 +331,28 @@ class KVCacheManager:
         """Takes back the slots above ``num_tokens`` and frees the blocks that held nothing else.
 
         Returns:
-            The ids freed, to be cut off the end of the request's table.
+            The ids freed, to be cut off the ends of the request's tables.
 
         Raises:
             ValueError: the slots were never given, or lie in a published block, whose contents
-                others may be reading.
+                others may be reading; or what the next token sees is gone already.
         """
         table = self._tables[request_id]
         if num_tokens > table.num_slots:
             raise ValueError(f"cannot roll {request_id} back to {num_tokens}: it has {table.num_slots} slots")
-        if num_tokens < table.num_published * self.block_size:
+        if num_tokens < table.groups[0].num_published * self.block_size:
             raise ValueError(f"cannot roll {request_id} back to {num_tokens}: published blocks are final")
-        keep = self.num_blocks_for(num_tokens)
-        cut = table.blocks[keep:]
-        del table.blocks[keep:]
+        if not self.holds_window(request_id, num_tokens):
+            raise ValueError(f"cannot roll {request_id} back to {num_tokens}: its window is gone")
+        keep = -(-num_tokens // self.block_size)
+        freed = []
+        for group in table.groups:
+            cut = group.blocks[keep:]
+            del group.blocks[keep:]
+            self.pool.free_blocks(reversed(cut))
+            freed += [block.block_id for block in cut]
         table.num_slots = num_tokens
-        self.pool.free_blocks(reversed(cut))
-        return [block.block_id for block in cut]
+        return freed
 
     def publish_rest(self, request: CachedRequest) -> None:
         """Publishes the last block of a request that is complete, if its tokens fill it.
@@ -400,7 +367,10 @@ class KVCacheManager:
         """Gives the request's blocks back; published ones can be found until they are reused."""
         table = self._tables.pop(request_id, None)
         if table is not None:
-            self.pool.free_blocks(reversed(table.blocks))
+            # By position, so that of a prefix for which all groups are needed the end is reused first.
+            columns = zip(*(group.blocks for group in table.groups), strict=True)
+            blocks = [block for column in columns for block in column]
+            self.pool.free_blocks(reversed(blocks))
             if self.states is not None:
                 self.states.free(request_id)
 
@@ -410,10 +380,10 @@ class KVCacheManager:
 
     def unpublish_from(self, request_id: str, num_tokens: int) -> None:
         """Makes the request's blocks from position ``num_tokens`` on unfindable."""
-        table = self._tables[request_id]
         first = num_tokens // self.block_size
-        self.pool.unpublish(block.block_id for block in table.blocks[first:])
-        table.num_published = min(table.num_published, first)
+        for group in self._tables[request_id].groups:
+            self.pool.unpublish(block.block_id for block in group.blocks[first:])
+            group.num_published = min(group.num_published, first)
 
     def take_published(self) -> list[tuple[int, bytes]]:
         """Block id and digest of each block published since the last call."""
@@ -444,41 +414,63 @@ class KVCacheManager:
             self.states.check()
         owners = dict.fromkeys(range(1, len(self.pool.blocks)), 0)
         for request_id, table in self._tables.items():
-            assert len(table.blocks) == self.num_blocks_for(table.num_slots), request_id
-            ids = [block.block_id for block in table.blocks]
-            assert len(set(ids)) == len(ids), f"{request_id} holds a block twice"
-            assert table.num_published * self.block_size <= table.num_slots
-            for block in () if table.forked else table.blocks[table.num_published :]:
-                assert block.block_hash is None, f"{block} is published but not full"
-            for block_id in ids:
+            assert len(table.groups) == self.num_groups
+            held = [block.block_id for block in table.held]
+            assert len(set(held)) == len(held), f"{request_id} holds a block twice"
+            assert 0 not in held, f"{request_id} holds the null block"
+            for block_id in held:
                 owners[block_id] += 1
+            for group in table.groups:
+                assert len(group.blocks) == -(-table.num_slots // self.block_size), request_id
+                assert all(block.is_null for block in group.blocks[: group.num_behind]), request_id
+                assert group.num_published * self.block_size <= table.num_slots
+                for block in () if table.forked else group.blocks[group.num_published :]:
+                    assert block.block_hash is None, f"{block} is published but not full"
         for block in self.pool.blocks[1:]:
             assert block.ref_count == owners[block.block_id], block
 
-    def _publish(self, request: CachedRequest, table: _BlockTable, num_full: int) -> None:
-        """Up to the first ``num_full`` blocks."""
-        first, size = table.num_published, self.block_size
-        if not self.enable_caching or num_full <= first:
+    def _table_of(self, hit: PrefixHit | None) -> RequestTable:
+        """What was found; nothing is taken yet."""
+        ids = () if hit is None else hit.block_ids
+        count = len(ids) // self.num_groups
+        groups = []
+        for group in range(self.num_groups):
+            blocks = [self.pool.blocks[block_id] for block_id in ids[group * count : (group + 1) * count]]
+            groups.append(GroupTable(blocks, count, sum(block.is_null for block in blocks)))
+        return RequestTable(groups)
+
+    def _publish(self, request: CachedRequest, table: RequestTable, num_full: int) -> None:
+        """Up to the first ``num_full`` blocks of each group."""
+        if self.enable_caching and num_full > table.groups[0].num_published:
+            for index, group in enumerate(table.groups):
+                first = max(group.num_published, group.num_behind)
+                group.num_published = num_full
+                self._publish_in_group(request, index, group, first, num_full)
+
+    def _publish_in_group(
+        self, request: CachedRequest, index: int, group: GroupTable, first: int, num_full: int
+    ) -> None:
+        size = self.block_size
+        hashes = [group_hash(key, index) for key in request.block_hashes[first:num_full]]
+        done = 0
+        while done < len(hashes) and group.blocks[first + done].block_hash is not None:  # by a fork
+            assert group.blocks[first + done].block_hash == hashes[done]
+            done += 1
+        first, hashes = first + done, hashes[done:]
+        if not hashes:
             return
-        table.num_published = num_full
-        while first < num_full and table.blocks[first].block_hash is not None:  # a fork has done that
-            assert table.blocks[first].block_hash == request.block_hashes[first]
-            first += 1
-        if first == num_full:
-            return
-        hashes = request.block_hashes[first:num_full]
-        blocks = table.blocks[first:num_full]
+        blocks = group.blocks[first:num_full]
         self.pool.publish(
             blocks,
             hashes,
-            parent_hash=request.block_hashes[first - 1] if first else None,
+            parent_hash=group_hash(request.block_hashes[first - 1], index) if first else None,
             token_ids=request.token_ids[first * size : num_full * size],
         )
         if self._contents is not None:
             for i, (block, key) in enumerate(zip(blocks, hashes, strict=True), first):
                 before = request.block_hashes[i - 1] if i else request.prefix_start
-                held = request.token_ids[i * size : (i + 1) * size]
-                self._contents.add(before, block.block_id, key, held)
+                tokens = request.token_ids[i * size : (i + 1) * size]
+                self._contents.add(before, block.block_id, key, tokens)
         self._published += [(block.block_id, key) for block, key in zip(blocks, hashes, strict=True)]
 
     def _record_lookup(self, request: CachedRequest, hit: PrefixHit) -> None:

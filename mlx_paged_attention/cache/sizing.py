@@ -1,7 +1,9 @@
 """How large the pool is, how long a request may be, how much one step computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import InvalidRequestError, ModelLoadError
 
@@ -34,6 +36,7 @@ def plan_pool(
     config: EngineConfig,
     *,
     bytes_per_block: int,
+    windows: Sequence[int | None] = (None,),
     bytes_per_state: int = 0,
     model_max_len: int,
     free_memory: int,
@@ -42,7 +45,8 @@ def plan_pool(
     """Derive what the configuration leaves open.
 
     Args:
-        bytes_per_block: over all attention layers, which may be none.
+        bytes_per_block: of one block, in all places for layers, which may be none.
+        windows: of the layer groups, which take their blocks from one pool.
         bytes_per_state: of one sequence, over all recurrent layers.
         model_max_len: the longest context the model was made for.
         free_memory: bytes that weights have left over; pool and states take at most a quarter of it
@@ -58,7 +62,7 @@ def plan_pool(
     max_num_seqs = config.max_num_seqs or (64 if on_host else 256)
     if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
         max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
-    batched = config.max_num_batched_tokens or max(256 if on_host else 2048, max_num_seqs)
+    batched = config.max_num_batched_tokens or max(step_tokens(config, on_host=on_host), max_num_seqs)
     max_model_len = config.max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise InvalidRequestError(
@@ -69,36 +73,46 @@ def plan_pool(
     if config.kv_memory is not None:
         check_budget(config.kv_memory, free_memory, "kv_memory", config.kv_memory)
     budget = free_memory // 4 if config.kv_memory is None else config.kv_memory
+    need = BlockNeed(windows, size, batched)
+    least_blocks = 1 + need.most(1)
     num_states = state_bytes = 0
-    least = _least_memory(bytes_per_block, bytes_per_state, config.max_num_seqs or 1)
+    least = _least_memory(least_blocks * bytes_per_block, bytes_per_state, config.max_num_seqs or 1)
     if bytes_per_state:
         most = budget // (2 if bytes_per_block else 1) // bytes_per_state
         num_states, max_num_seqs = _plan_states(config, bytes_per_state, max_num_seqs, most, least, notes)
         state_bytes = (num_states - 1) * bytes_per_state
-    wanted = 1 + max_num_seqs * -(-max_model_len // size)
+    wanted = 1 + max_num_seqs * need.most(max_model_len)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
         check_budget(num_blocks * bytes_per_block + state_bytes, free_memory, "num_blocks", num_blocks)
+        if num_blocks < least_blocks:
+            raise InvalidRequestError(
+                f"num_blocks ({num_blocks}) is too few: the null block and one for each of the model's "
+                f"{len(windows)} layer groups are {least_blocks}",
+                "num_blocks",
+            )
     elif not bytes_per_block:  # blocks are only counted
-        num_blocks = min(wanted, max(MOST_COUNTED_BLOCKS, 1 + -(-max_model_len // size)))
+        num_blocks = min(wanted, max(MOST_COUNTED_BLOCKS, 1 + need.most(max_model_len)))
     else:
         num_blocks = (budget - state_bytes) // bytes_per_block
-        if num_blocks < 2 and config.kv_memory is not None:
+        if num_blocks < least_blocks and config.kv_memory is not None:
             raise InvalidRequestError(
-                f"kv_memory ({config.kv_memory} bytes) holds no two blocks of {bytes_per_block} bytes "
+                f"kv_memory ({config.kv_memory} bytes) holds no {_few(least_blocks)} blocks of "
+                f"{bytes_per_block} bytes "
                 f"({size} tokens each); give at least {least}",
                 "kv_memory",
             )
         if config.kv_memory is None:
             num_blocks = min(wanted, num_blocks)
-        if num_blocks < 2:
+        if num_blocks < least_blocks:
             raise ModelLoadError(
                 f"too little memory for a KV cache: {free_memory // MIB} MiB are free beside the weights, "
-                f"and two blocks need {2 * bytes_per_block / MIB:.1f} MiB in a quarter of that; "
+                f"and {_few(least_blocks)} blocks need {least_blocks * bytes_per_block / MIB:.1f} MiB in a "
+                "quarter of that; "
                 "close other programs or use a smaller model"
             )
 
-    capacity = (num_blocks - 1) * size
+    capacity = need.longest(num_blocks - 1, max_model_len)
     if config.max_model_len is None and capacity < max_model_len:
         notes.append(f"max_model_len is {capacity}, what the pool holds (the model allows {model_max_len})")
         max_model_len = capacity
@@ -107,17 +121,29 @@ def plan_pool(
             f"the pool holds {capacity} tokens, less than max_model_len ({max_model_len}): "
             "longer requests are refused"
         )
-    per_request = -(-max_model_len // size)
-    full_length = (num_blocks - 1) / per_request
+    full_length = (num_blocks - 1) / need.most(max_model_len)
     return PoolPlan(num_blocks, max_model_len, max_num_seqs, batched, full_length, notes, num_states)
 
 
-def _least_memory(bytes_per_block: int, bytes_per_state: int, max_num_seqs: int) -> int:
-    """A ``kv_memory`` that holds two blocks, and the states of so many requests in at most half of it."""
+def step_tokens(config: EngineConfig, *, on_host: bool) -> int:
+    """Tokens that one step computes at most, where few requests run."""
+    return config.max_num_batched_tokens or (256 if on_host else 2048)
+
+
+def _few(number: int) -> str:
+    return "two" if number == 2 else str(number)
+
+
+def _least_memory(least_blocks: int, bytes_per_state: int, max_num_seqs: int) -> int:
+    """A ``kv_memory`` that holds the fewest blocks, and so many requests' states in at most half of it.
+
+    Args:
+        least_blocks: their bytes.
+    """
     states = 2 * max_num_seqs * bytes_per_state
-    if not bytes_per_state or not bytes_per_block:
-        return 2 * bytes_per_block + states
-    return 2 * max(states, 2 * bytes_per_block)
+    if not bytes_per_state or not least_blocks:
+        return least_blocks + states
+    return 2 * max(states, least_blocks)
 
 
 def _plan_states(

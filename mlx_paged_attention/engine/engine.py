@@ -81,6 +81,8 @@ class Engine:
             enable_caching=config.enable_prefix_caching,
             root_hash=root_hash(fingerprint),
             partial_hits=True,
+            windows=info.windows,
+            max_step_tokens=info.max_num_batched_tokens,
             states=StateSlots(info.num_states, info.block_size) if info.num_states else None,
         )
         self._scheduler = Scheduler(
@@ -121,8 +123,7 @@ class Engine:
                 "out, or load the model with scheduling_policy='priority'",
                 "priority",
             )
-        limit = min(self.info.max_model_len, self._cache.num_usable_blocks * self.info.block_size)
-        max_tokens = params.max_tokens or max(1, limit - len(token_ids))
+        max_tokens = params.max_tokens or max(1, self.info.longest_sequence - len(token_ids))
         if params.use_beam_search:
             return self._prepare_beams(request_id, text, token_ids, params, max_tokens, arrival, emit)
         sequences: list[Sequence] = []

@@ -4,7 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.models.cache_spec import CacheEntry, ModelCacheSpec
+from mlx_paged_attention.runner.grouping import Grouping
 
 GIB = 1 << 30
 
@@ -35,6 +37,9 @@ class ModelInspection:
         forward: the layout that is exact for it; ``None`` if it is refused.
         refusal: why.
         layers: what it keeps, as far as that was found out.
+        need: of blocks, of ``bytes_per_block`` each, if what lies behind windows is freed.
+        bytes_beyond_windows: kept of a token that lies behind all windows.
+        windows_kept: why nothing behind windows is freed; ``None`` if it is, or if there are none.
     """
 
     model: str
@@ -44,6 +49,10 @@ class ModelInspection:
     forward: str | None = None
     refusal: str | None = None
     layers: tuple[LayerInspection, ...] = ()
+    need: BlockNeed | None = None
+    bytes_per_block: int = 0
+    bytes_beyond_windows: int = 0
+    windows_kept: str | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -55,14 +64,37 @@ class ModelInspection:
         return sum(layer.bytes_per_sequence for layer in self.layers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layer groups."""
+        return (None,) if self.need is None else self.need.windows
+
+    @property
     def tokens_per_gib(self) -> int | None:
         """The longest context that a GiB holds; ``None`` if length costs nothing."""
         if not self.bytes_per_token:
             return None
-        return max(0, GIB - self.bytes_per_sequence) // self.bytes_per_token
+        if self.need is None:
+            return max(0, GIB - self.bytes_per_sequence) // self.bytes_per_token
+        blocks = GIB // self.bytes_per_block
+        limit = blocks * self.need.block_size
+        tokens = self.need.longest(blocks, limit)
+        return None if None not in self.windows and tokens == limit else tokens
 
     def with_layers(self, spec: ModelCacheSpec) -> "ModelInspection":
         return replace(self, layers=tuple(_layer(entry, spec) for entry in spec.entries))
+
+    def with_groups(self, spec: ModelCacheSpec, grouping: Grouping, *, step_tokens: int) -> "ModelInspection":
+        """With what is freed behind windows, in steps of at most ``step_tokens`` tokens."""
+        groups = grouping.groups
+        windows = [group.window for group in groups]
+        if set(windows) == {None}:
+            return replace(self, windows_kept=grouping.windows_kept)
+        return replace(
+            self,
+            need=BlockNeed(windows, spec.block_size, step_tokens),
+            bytes_per_block=spec.bytes_per_block_of(groups),
+            bytes_beyond_windows=spec.bytes_beyond_windows(groups),
+        )
 
     def groups(self) -> list[tuple[int, LayerInspection]]:
         """Layers that are alike, and how many they are, in the order in which they first occur."""
@@ -78,7 +110,10 @@ class ModelInspection:
             "max_model_len": self.max_model_len,
             "bytes_per_token": self.bytes_per_token,
             "bytes_per_sequence": self.bytes_per_sequence,
+            "bytes_beyond_windows": self.bytes_beyond_windows,
             "tokens_per_gib": self.tokens_per_gib,
+            "windows": list(self.windows),
+            "windows_kept": self.windows_kept,
             "layers": [
                 {
                     "kind": layer.kind,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import psutil
 
-from mlx_paged_attention.cache.sizing import check_budget, plan_pool
+from mlx_paged_attention.cache.sizing import check_budget, plan_pool, step_tokens
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.inspection import ModelInspection
 from mlx_paged_attention.engine.outputs import EngineInfo
@@ -15,6 +15,7 @@ from mlx_paged_attention.errors import InvalidRequestError, UnsupportedModelErro
 from mlx_paged_attention.models.cache_spec import observe_cache
 from mlx_paged_attention.models.load import LoadedModel, load_model
 from mlx_paged_attention.models.source import ModelSource
+from mlx_paged_attention.runner.grouping import choose_groups
 from mlx_paged_attention.runner.kv_pool import make_pool
 from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.runner.model_runner import ModelRunner
@@ -74,15 +75,21 @@ def prepare_engine(
     spec = observe_cache(loaded.model, block_size=config.block_size)
     layout = choose_layout(host, spec, vocab_size=loaded.vocab_size, on_host=compiled)
 
+    grouping = choose_groups(spec, layout)
+    windows = tuple(group.window for group in grouping.groups)
+    if grouping.windows_kept is not None:
+        notes.append(f"sliding windows are masked, and nothing behind them is freed: {grouping.windows_kept}")
+
     plan = plan_pool(
         config,
-        bytes_per_block=spec.bytes_per_block,
+        bytes_per_block=spec.bytes_per_block_of(grouping.groups),
+        windows=windows,
         bytes_per_state=spec.bytes_per_state,
         model_max_len=loaded.max_model_len,
         free_memory=_free_memory(backend),
         on_host=on_host,
     )
-    pool = make_pool(spec, plan.num_blocks, host=compiled)
+    pool = make_pool(spec, plan.num_blocks, host=compiled, groups=grouping.groups)
     info = EngineInfo(
         model=name,
         backend=backend,
@@ -92,6 +99,8 @@ def prepare_engine(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         bytes_per_token=pool.bytes_per_token,
+        bytes_beyond_windows=spec.bytes_beyond_windows(grouping.groups),
+        windows=windows,
         pool_bytes=pool.nbytes,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
@@ -124,7 +133,9 @@ def inspect_model(config: EngineConfig, source: ModelSource, progress: Progress)
         layout = choose_layout(host, spec, vocab_size=loaded.vocab_size, on_host=compiled)
     except UnsupportedModelError as error:
         return replace(inspection, refusal=str(error))
-    return replace(inspection, forward=layout.name)
+    return replace(inspection, forward=layout.name).with_groups(
+        spec, choose_groups(spec, layout), step_tokens=step_tokens(config, on_host=backend == "cpu")
+    )
 
 
 def choose_backend(config: EngineConfig) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from mlx_paged_attention.cache.block_need import BlockNeed
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -118,9 +120,12 @@ class EngineInfo:
         backend: ``"metal"``, ``"cuda"`` or ``"cpu"``.
         forward: how a step is run: ``"packed rows"``, ``"row layout"`` or ``"dense gather"``.
         bytes_per_token: KV bytes of one token over all layers.
+        bytes_beyond_windows: KV bytes that are kept of a token that lies behind all windows; all of them
+            if the model has no windows, or if what lies behind them is kept.
         pool_bytes: size of the KV arrays.
         full_length_requests: how many requests of ``max_model_len`` the pool holds at once.
         bytes_per_state: what recurrent layers keep of one sequence, whatever its length; 0 without any.
+        windows: of the layer groups; ``None`` is a group that looks back on everything.
         num_states: slots for such states, those of running requests and snapshots of prefixes, and slot 0.
         eos_token_ids: ids that end an answer.
         notes: further lines for the start-up report.
@@ -139,7 +144,19 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     full_length_requests: float
+    bytes_beyond_windows: int = 0
+    windows: tuple[int | None, ...] = (None,)
     bytes_per_state: int = 0
     num_states: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def need(self) -> BlockNeed:
+        """How many of the pool's blocks a sequence takes."""
+        return BlockNeed(self.windows, self.block_size, self.max_num_batched_tokens)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence: what the pool holds, and at most ``max_model_len``."""
+        return self.need.longest(self.num_blocks - 1, self.max_model_len)

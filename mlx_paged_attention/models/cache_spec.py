@@ -15,6 +15,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_paged_attention.cache.layer_groups import LayerGroup
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane, StateSpec
 from mlx_paged_attention.errors import UnsupportedModelError
 from mlx_paged_attention.models.watched_cache import WatchedCache, mask_windows
@@ -59,6 +60,7 @@ class ModelCacheSpec:
         query_heads: of the layer with most of them, for what a model's own attention takes in memory.
         own_masks: some attention has a mask that does not follow from positions and a window alone, so
             that only the model itself can apply it.
+        shared_keys: several layers attend to the keys of one.
     """
 
     entries: tuple[CacheEntry, ...]
@@ -68,6 +70,7 @@ class ModelCacheSpec:
     own_masks: bool = False
     kinds: tuple[AttentionKind, ...] = ()
     query_heads: int = UNKNOWN_HEADS
+    shared_keys: bool = False
 
     @property
     def dtype(self) -> str:
@@ -79,6 +82,16 @@ class ModelCacheSpec:
     def bytes_per_block(self) -> int:
         """Over all layers."""
         return sum(layer.bytes_per_block for layer in self.layers)
+
+    def bytes_per_block_of(self, groups: Sequence[LayerGroup]) -> int:
+        """Of one block id, in as many places as the largest group has layers."""
+        largest = max(groups, key=lambda group: len(group.layers))
+        return sum(self.layers[index].bytes_per_block for index in largest.layers)
+
+    def bytes_beyond_windows(self, groups: Sequence[LayerGroup]) -> int:
+        """Of a token that lies behind all windows, over the layers of groups without one."""
+        kept = [index for group in groups if group.window is None for index in group.layers]
+        return sum(self.layers[index].bytes_per_block for index in kept) // self.block_size
 
     @property
     def bytes_per_state(self) -> int:
@@ -134,6 +147,7 @@ def observe_cache(model: nn.Module, *, block_size: int) -> ModelCacheSpec:
         own_masks=any(one.has_own_mask for one in used),
         kinds=tuple(_kind(one) for one in used),
         query_heads=_query_heads(getattr(model, "args", {})) or UNKNOWN_HEADS,
+        shared_keys=any(one.num_readers > 1 for one in used),
     )
 
 

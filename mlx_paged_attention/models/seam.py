@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from mlx_paged_attention.models.forward import ForwardContext
+from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.layer import AttentionLayer
 
 mlx_lm_attention = base.scaled_dot_product_attention
@@ -76,15 +77,25 @@ class PagedLayerCache(UnusedCache):
     With ``dense=False``, ``update_and_fetch`` hands back the new keys and values and attention
     finds the pool through them. With ``dense=True`` it writes, and returns the rows' whole
     context gathered, for models that compute attention themselves.
+
+    Args:
+        group: the layer group whose blocks the layer's keys and values are in.
     """
 
     start_position = 0  # of what is fetched, for models that attend within chunks of the context
 
     def __init__(
-        self, layer: AttentionLayer, context: ForwardContext, *, dense: bool, one_row: bool = False
+        self,
+        layer: AttentionLayer,
+        context: ForwardContext,
+        *,
+        dense: bool,
+        one_row: bool = False,
+        group: int = 0,
     ) -> None:
         super().__init__(context, dense=dense, one_row=one_row)
         self.layer = layer
+        self._group = group
         self.window = layer.spec.window
         self._new: tuple[mx.array, mx.array] | None = None
         self._attended = False
@@ -92,7 +103,7 @@ class PagedLayerCache(UnusedCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take ``[rows, kv_heads, queries, head_dim]``; return what attention is to be called with."""
         if self._dense:
-            batch = self._context.current()
+            batch = self._batch()
             self.layer.write(keys, values, batch)
             return self.layer.gather_rows(batch)
         assert self._new is None, "a layer's cache was updated twice in one forward pass"
@@ -103,7 +114,7 @@ class PagedLayerCache(UnusedCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last update returned, for layers that use another's."""
         if self._dense:  # gathered once more, as keeping it would cost memory in every layer
-            return self.layer.gather_rows(self._context.current())
+            return self.layer.gather_rows(self._batch())
         assert self._new is not None, "keys and values before update_and_fetch"
         return self._new
 
@@ -111,11 +122,14 @@ class PagedLayerCache(UnusedCache):
         """``[rows, heads, queries, head_dim]`` over the pool, the new keys included."""
         assert self._new is not None, "attention before update_and_fetch"
         keys, values = self._new
-        batch = self._context.current()
+        batch = self._batch()
         if self._attended:  # by another layer: they are in the pool
             return self.layer.attend_written(queries, keys, values, batch, scale=scale, sinks=sinks)
         self._attended = True
         return self.layer.attend(queries, keys, values, batch, scale=scale, sinks=sinks)
+
+    def _batch(self) -> AttentionBatch:
+        return self._context.current().of_group(self._group)
 
     def settle(self) -> bool:
         """End a forward: forget the new keys. False if attention never came for them."""

@@ -1,6 +1,7 @@
 """AttentionBatch: where the rows of one forward pass read and write in the pool."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ class AttentionBatch:
         runs: half-open ranges of the flattened ``[rows * queries]`` tokens, each a run of one
             sequence's consecutive positions; together they are all tokens. Each row is a run
             of its own by default.
+        other_groups: the same rows for the layers of other groups, whose keys and values are in other
+            blocks: the second group's batch, the third's, ...
     """
 
     starts: NDArray[np.int32]
@@ -50,12 +53,31 @@ class AttentionBatch:
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
     _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
     _pieces: dict[int | None, Pieces] = field(default_factory=dict, repr=False)
+    _packings: "list[Packing]" = field(default_factory=list, repr=False)
     packing: "Packing | None" = field(default=None, repr=False)
+    other_groups: "tuple[AttentionBatch, ...]" = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.runs:
             ends = range(self.queries, len(self.starts) * self.queries + 1, self.queries)
             object.__setattr__(self, "runs", tuple((end - self.queries, end) for end in ends))
+
+    def with_groups(self, others: Sequence[tuple[NDArray[np.int64], NDArray[np.int32]]]) -> "AttentionBatch":
+        """This batch with other layer groups, given their slots and block tables."""
+        if not others:
+            return self
+        # Splits, masks, work lists and packings depend on lengths alone: they are made once for all groups.
+        batches = [replace(self, slots=slots, block_tables=table, _pieces={}) for slots, table in others]
+        return replace(self, other_groups=tuple(batches))
+
+    def of_group(self, group: int) -> "AttentionBatch":
+        """The batch for a layer group's layers."""
+        return self.other_groups[group - 1] if group else self
+
+    @property
+    def groups(self) -> "tuple[AttentionBatch, ...]":
+        """The batch for each layer group."""
+        return (self, *self.other_groups)
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,7 @@
 """DeviceBatch: a batch whose metadata is on the device only, as slices of one array."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import mlx.core as mx
@@ -30,6 +30,11 @@ class DeviceBatch(AttentionBatch):
         self, block_size: int, *, queries: int = 1, work: dict[Cut, WorkList] | None = None, **given: object
     ) -> None:
         self.__dict__.update(block_size=block_size, queries=queries, _work=work, **given)
+
+    def joined_by(self, others: "Sequence[DeviceBatch]") -> "DeviceBatch":
+        """This batch, with those of the layer groups after the first."""
+        self.__dict__["other_groups"] = tuple(others)
+        return self
 
     @property
     def rows(self) -> int:

@@ -49,6 +49,12 @@ class HostLayer(AttentionLayer):
         self._unwritten: tuple[mx.array, mx.array, AttentionBatch] | None = None
         self._copy = ContextCopy((self.k, self.v), MOST_COPIED)
 
+    def twin(self, spec: LayerKVSpec) -> "HostLayer":
+        twin = super().twin(spec)
+        twin._unwritten = None
+        twin._copy = ContextCopy((self.k, self.v), MOST_COPIED)
+        return twin
+
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes

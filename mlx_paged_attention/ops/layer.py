@@ -1,7 +1,9 @@
 """AttentionLayer: one layer's keys and values in the pool, and what can be done with them."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import mlx.core as mx
 
@@ -36,6 +38,13 @@ class AttentionLayer(ABC):
     @abstractmethod
     def state(self) -> tuple[mx.array, ...]:
         """Arrays to evaluate so that everything written has been written; may be empty."""
+
+    def twin(self, spec: LayerKVSpec) -> Self:
+        """Another layer on the same arrays, which keeps its keys and values in other blocks of them."""
+        assert spec.planes == self.spec.planes, "layers that differ share memory"
+        twin = copy.copy(self)
+        twin.spec = spec
+        return twin
 
     def flush(self) -> None:  # noqa: B027  # most layers put nothing off
         """Write what has been put off; whoever reads the pool by other ways than this class flushes first."""

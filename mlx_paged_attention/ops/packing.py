@@ -7,8 +7,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_paged_attention.ops.batch import AttentionBatch
+from mlx_paged_attention.ops.batch import AttentionBatch, Cut
 from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.kernels.work_list import WorkList
 
 # Queries of one run that read its blocks together.
 TILE = 16
@@ -22,7 +23,7 @@ GATHER_BEYOND = {"cuda": 8192, "metal": 0}
 class TileBatch(AttentionBatch):
     """Rows of :data:`TILE` queries cut from runs; the last row of a run repeats its last token."""
 
-    def __init__(self, batch: AttentionBatch, tokens: NDArray[np.int64]) -> None:
+    def __init__(self, batch: AttentionBatch, tokens: NDArray[np.int64], work: dict[Cut, WorkList]) -> None:
         lens = batch.context_lens[tokens]
         self.__dict__.update(
             starts=lens[:, 0] - 1,
@@ -30,7 +31,7 @@ class TileBatch(AttentionBatch):
             block_tables=batch.block_tables[tokens[:, 0] // batch.queries],
             block_size=batch.block_size,
             context_lens=lens.reshape(-1),
-            _work={},
+            _work=work,
         )
 
 
@@ -43,18 +44,31 @@ class Packing:
         singles: int64 ``[n]``, tokens that are a run of their own.
         tiles: int64 ``[tiles, TILE]``, tokens of longer runs.
         gathered: the runs, as half-open ranges of tokens, whose contexts are copied first.
+        twin: of the same rows in another layer group: work lists are made once for both.
     """
 
     batch: AttentionBatch
     singles: NDArray[np.int64]
     tiles: NDArray[np.int64]
     gathered: tuple[tuple[int, int], ...]
+    twin: "Packing | None" = None
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "Packing":
-        """The packing of a batch, made once for all its layers."""
+        """The packing of a batch, made once for all its layers, and sorted once for all layer groups."""
         if batch.packing is not None:
             return batch.packing
+        twins = batch._packings
+        if twins:
+            packing = cls(batch, twins[0].singles, twins[0].tiles, twins[0].gathered, twins[0])
+        else:
+            packing = cls._sorted(batch)
+            twins.append(packing)
+        object.__setattr__(batch, "packing", packing)
+        return packing
+
+    @classmethod
+    def _sorted(cls, batch: AttentionBatch) -> "Packing":
         gather_beyond = GATHER_BEYOND[backend() or "metal"]
         singles, tiles, gathered = [], [], []
         for begin, end in batch.runs:
@@ -65,14 +79,12 @@ class Packing:
             else:
                 padded = np.arange(begin, begin + -(-(end - begin) // TILE) * TILE)
                 tiles.append(np.minimum(padded, end - 1).reshape(-1, TILE))
-        packing = cls(
+        return cls(
             batch,
             np.array(singles, np.int64),
             np.concatenate(tiles) if tiles else np.empty((0, TILE), np.int64),
             tuple(gathered),
         )
-        object.__setattr__(batch, "packing", packing)
-        return packing
 
     @cached_property
     def has_singles(self) -> bool:
@@ -101,11 +113,13 @@ class Packing:
             batch.slots[self.singles],
             batch.block_tables[self.singles // batch.queries],
             batch.block_size,
+            _work={} if self.twin is None else self.twin.single_batch._work,
         )
 
     @cached_property
     def tile_batch(self) -> TileBatch:
-        return TileBatch(self.batch, self.tiles)
+        work = {} if self.twin is None else self.twin.tile_batch._work
+        return TileBatch(self.batch, self.tiles, work)
 
     @cached_property
     def gathered_batches(self) -> tuple[AttentionBatch, ...]:

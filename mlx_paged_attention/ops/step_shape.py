@@ -5,8 +5,9 @@ an argument is a constant of it. So rows, block tables and work lists are padded
 travels in one array: one upload per step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 from mlx_paged_attention.ops import device_batch
 from mlx_paged_attention.ops.batch import AttentionBatch, Cut
 from mlx_paged_attention.ops.device_batch import DeviceBatch, DevicePacking, Fields
-from mlx_paged_attention.ops.packing import TILE
+from mlx_paged_attention.ops.packing import TILE, Packing
 
 Int32 = NDArray[np.int32]
+Value = TypeVar("Value")
 
 
 class StepShape(Protocol):
@@ -53,12 +55,14 @@ class DecodeShape:
         tokens: padding included; a row of padding has no context and writes nothing.
         width: of the block tables.
         cuts: what the layers' work lists are cut for.
+        groups: layer groups, each with slots and tables of its own.
     """
 
     tokens: int
     width: int
     block_size: int
     cuts: tuple[Cut, ...]
+    groups: int = 1
 
     def pack(self, tokens: Int32, batch: AttentionBatch, wanted: Int32) -> Int32:
         lens = np.zeros(self.tokens, np.int32)
@@ -68,32 +72,37 @@ class DecodeShape:
             {
                 "tokens": tokens,
                 "positions": batch.starts,
-                "slots": batch.slots,
                 "lens": lens,
-                "tables": batch.block_tables,
+                **_by_group("slots", [one.slots for one in batch.groups]),
+                **_by_group("tables", [one.block_tables for one in batch.groups]),
                 **device_batch.cut("", lens, 1, self.block_size, self.cuts),
             },
         )
 
     def unpack(self, packed: mx.array) -> tuple[mx.array, DeviceBatch, mx.array | None]:
         arrays = device_batch.unpack(self._fields, packed)
-        batch = DeviceBatch(
-            self.block_size,
-            work=device_batch.work_of("", arrays, self.cuts),
-            singles_only=True,
-            offsets=arrays["positions"],
-            device_slot_ids=arrays["slots"],
-            device_tables=arrays["tables"],
-            device_context_lens=arrays["lens"],
+        work = device_batch.work_of("", arrays, self.cuts)
+        first, *others = (
+            DeviceBatch(
+                self.block_size,
+                work=work,
+                singles_only=True,
+                offsets=arrays["positions"],
+                device_slot_ids=arrays[f"slots{group}"],
+                device_tables=arrays[f"tables{group}"],
+                device_context_lens=arrays["lens"],
+            )
+            for group in range(self.groups)
         )
-        return arrays["tokens"][:, None], batch, None
+        return arrays["tokens"][:, None], first.joined_by(others), None
 
     @property
     def _fields(self) -> Fields:
         rows = (self.tokens,)
         return {
-            **dict.fromkeys(("tokens", "positions", "slots", "lens"), rows),
-            "tables": (self.tokens, self.width),
+            **dict.fromkeys(("tokens", "positions", "lens"), rows),
+            **_by_group("slots", [rows] * self.groups),
+            **_by_group("tables", [(self.tokens, self.width)] * self.groups),
             **device_batch.cut_fields("", self.tokens, self.cuts),
         }
 
@@ -106,6 +115,7 @@ class MixedShape:
         singles, tiles: rows of one and of :data:`TILE` queries, see :class:`Packing`, padding included.
         wanted: logits computed, padding included.
         cuts, tile_cuts: what the layers' work lists for singles and for tiles are cut for.
+        groups: layer groups, each with slots and tables of its own.
     """
 
     tokens: int
@@ -116,6 +126,7 @@ class MixedShape:
     block_size: int
     cuts: tuple[Cut, ...]
     tile_cuts: tuple[Cut, ...]
+    groups: int = 1
 
     def pack(self, tokens: Int32, batch: AttentionBatch, wanted: Int32) -> Int32:
         packing = batch.packing
@@ -123,6 +134,7 @@ class MixedShape:
         lens, tile_lens = np.zeros(self.singles, np.int32), np.zeros(self.tiles * TILE, np.int32)
         lens[: len(packing.singles)] = packing.single_batch.context_lens
         tile_lens[: packing.tiles.size] = packing.tile_batch.context_lens
+        parts = [Packing.of(one) for one in batch.groups]
         # Singles are padded to a length that the order must know.
         padding = self.singles - len(packing.singles)
         order = np.where(packing.order < len(packing.singles), packing.order, packing.order + padding)
@@ -131,15 +143,15 @@ class MixedShape:
             {
                 "tokens": tokens,
                 "positions": batch.starts,
-                "slots": batch.slots,
                 "order": order,
                 "wanted": wanted,
                 "singles": packing.singles,
                 "lens": lens,
-                "tables": packing.single_batch.block_tables,
                 "tiles": packing.tiles.reshape(-1),
                 "tile_lens": tile_lens,
-                "tile_tables": packing.tile_batch.block_tables,
+                **_by_group("slots", [one.slots for one in batch.groups]),
+                **_by_group("tables", [part.single_batch.block_tables for part in parts]),
+                **_by_group("tile_tables", [part.tile_batch.block_tables for part in parts]),
                 **device_batch.cut("", lens, 1, self.block_size, self.cuts),
                 **device_batch.cut("tile_", tile_lens, TILE, self.block_size, self.tile_cuts),
             },
@@ -147,42 +159,50 @@ class MixedShape:
 
     def unpack(self, packed: mx.array) -> tuple[mx.array, DeviceBatch, mx.array | None]:
         arrays = device_batch.unpack(self._fields, packed)
-        packing = DevicePacking(
-            arrays["singles"],
-            arrays["tiles"],
-            arrays["order"],
-            single_batch=DeviceBatch(
-                self.block_size,
-                work=device_batch.work_of("", arrays, self.cuts),
-                device_tables=arrays["tables"],
-                device_context_lens=arrays["lens"],
-            ),
-            tile_batch=DeviceBatch(
-                self.block_size,
-                queries=TILE,
-                work=device_batch.work_of("tile_", arrays, self.tile_cuts),
-                device_tables=arrays["tile_tables"],
-                device_context_lens=arrays["tile_lens"],
-            ),
-        )
-        batch = DeviceBatch(
-            self.block_size,
-            singles_only=False,
-            offsets=arrays["positions"],
-            device_slot_ids=arrays["slots"],
-            packing=packing,
-        )
-        return arrays["tokens"][:, None], batch, arrays["wanted"]
+        work = device_batch.work_of("", arrays, self.cuts)
+        tile_work = device_batch.work_of("tile_", arrays, self.tile_cuts)
+        batches = []
+        for group in range(self.groups):
+            packing = DevicePacking(
+                arrays["singles"],
+                arrays["tiles"],
+                arrays["order"],
+                single_batch=DeviceBatch(
+                    self.block_size,
+                    work=work,
+                    device_tables=arrays[f"tables{group}"],
+                    device_context_lens=arrays["lens"],
+                ),
+                tile_batch=DeviceBatch(
+                    self.block_size,
+                    queries=TILE,
+                    work=tile_work,
+                    device_tables=arrays[f"tile_tables{group}"],
+                    device_context_lens=arrays["tile_lens"],
+                ),
+            )
+            batches.append(
+                DeviceBatch(
+                    self.block_size,
+                    singles_only=False,
+                    offsets=arrays["positions"],
+                    device_slot_ids=arrays[f"slots{group}"],
+                    packing=packing,
+                )
+            )
+        first, *others = batches
+        return arrays["tokens"][:, None], first.joined_by(others), arrays["wanted"]
 
     @property
     def _fields(self) -> Fields:
         return {
-            **dict.fromkeys(("tokens", "positions", "slots", "order"), (self.tokens,)),
+            **dict.fromkeys(("tokens", "positions", "order"), (self.tokens,)),
             "wanted": (self.wanted,),
             **dict.fromkeys(("singles", "lens"), (self.singles,)),
-            "tables": (self.singles, self.width),
             **dict.fromkeys(("tiles", "tile_lens"), (self.tiles * TILE,)),
-            "tile_tables": (self.tiles, self.width),
+            **_by_group("slots", [(self.tokens,)] * self.groups),
+            **_by_group("tables", [(self.singles, self.width)] * self.groups),
+            **_by_group("tile_tables", [(self.tiles, self.width)] * self.groups),
             **device_batch.cut_fields("", self.singles, self.cuts),
             **device_batch.cut_fields("tile_", self.tiles, self.tile_cuts),
         }
@@ -192,9 +212,9 @@ def shape_of(
     batch: AttentionBatch, num_wanted: int, cuts: tuple[Cut, ...], tile_cuts: tuple[Cut, ...]
 ) -> StepShape | None:
     """The shape for a step, one of few; ``None`` if it cannot have a fixed one."""
-    tokens, width = batch.rows, width_bucket(batch.block_tables.shape[1])
+    tokens, width, groups = batch.rows, width_bucket(batch.block_tables.shape[1]), len(batch.groups)
     if batch.singles_only:
-        return DecodeShape(bucket(tokens), width, batch.block_size, cuts)
+        return DecodeShape(bucket(tokens), width, batch.block_size, cuts, groups)
     packing = batch.packing
     assert packing is not None
     if packing.gathered:
@@ -210,7 +230,13 @@ def shape_of(
         batch.block_size,
         cuts,
         tile_cuts,
+        groups,
     )
+
+
+def _by_group(name: str, values: Sequence[Value]) -> dict[str, Value]:
+    """One entry for each layer group, by the name of its field."""
+    return {f"{name}{group}": value for group, value in enumerate(values)}
 
 
 def bucket(rows: int) -> int:

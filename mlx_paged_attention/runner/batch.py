@@ -15,7 +15,7 @@ from mlx_paged_attention.scheduler.step_plan import PlannedRow
 class Tables(Protocol):
     """Block tables by request."""
 
-    def of(self, request_ids: Sequence[str], width: int) -> NDArray[np.int32]:
+    def of(self, request_ids: Sequence[str], width: int, group: int = 0) -> NDArray[np.int32]:
         """The first ``width`` blocks of each, int32 ``[requests, width]``, padded with 0."""
         ...
 
@@ -26,7 +26,7 @@ class BatchInput:
 
     Attributes:
         tokens: int32 ``[rows, queries]``.
-        attention: where the rows read and write.
+        attention: where the rows read and write, in the first layer group; the others are with it.
         planned: the planned rows that take part, in order.
         spans: for each of them, the half-open range of its tokens in the flattened ``tokens``.
     """
@@ -44,6 +44,7 @@ def build_batches(
     *,
     pack_limit: int,
     batch_rows: bool,
+    windows: Sequence[int | None] = (None,),
     first_alone: bool = False,
     most_scores: int | None = None,
 ) -> Iterator[BatchInput]:
@@ -53,6 +54,7 @@ def build_batches(
         tables: each request's block table, int32, long enough for this step.
         pack_limit: chunks of up to this many tokens join single tokens as rows of one token each.
         batch_rows: several sequences may share a forward at all.
+        windows: of the layer groups; blocks behind them are the null block in a step's tables.
         most_scores: most pairs of a query and a position that a chunk may have: a longer one is
             computed in several forwards.
         first_alone: not with a sequence's first tokens: a recurrent layer then has no state for it yet.
@@ -65,15 +67,17 @@ def build_batches(
             together.append(row)
             continue
         if together:
-            yield _token_rows(together, tables, block_size)
+            yield _token_rows(together, tables, block_size, windows)
             together = []
         for piece in [row] if most_scores is None else _pieces(row, most_scores):
-            yield _chunk(piece, tables, block_size)
+            yield _chunk(piece, tables, block_size, windows)
     if together:
-        yield _token_rows(together, tables, block_size)
+        yield _token_rows(together, tables, block_size, windows)
 
 
-def _token_rows(rows: Sequence[PlannedRow], tables: Tables, block_size: int) -> BatchInput:
+def _token_rows(
+    rows: Sequence[PlannedRow], tables: Tables, block_size: int, windows: Sequence[int | None]
+) -> BatchInput:
     """Every token its own row: ``[tokens, 1]``."""
     lengths = np.array([len(row.token_ids) for row in rows])
     ends = np.cumsum(lengths)
@@ -82,37 +86,34 @@ def _token_rows(rows: Sequence[PlannedRow], tables: Tables, block_size: int) -> 
     first = np.repeat(starts - (ends - lengths), lengths)
     positions = (first + np.arange(total)).astype(np.int32)
     used = -(-(starts + lengths) // block_size)
-    table = tables.of([row.request_id for row in rows], int(used.max()))
-    table = np.where(np.arange(table.shape[1]) < used[:, None], table, 0).astype(np.int32)
-    if total > len(rows):
-        table = np.repeat(table, lengths, axis=0)
     write_from = np.repeat(np.array([row.write_from for row in rows]), lengths)
     spans = tuple(pairwise([0, *ends.tolist()]))
-    attention = AttentionBatch(
-        starts=positions,
-        queries=1,
-        slots=slots_of(positions, table[np.arange(total), positions // block_size], write_from, block_size),
-        block_tables=table,
-        block_size=block_size,
-        runs=spans,
-    )
+    names = [row.request_id for row in rows]
+    places = []
+    for group, window in enumerate(windows):
+        table = _visible(tables.of(names, int(used.max()), group), starts, used, window, block_size)
+        if total > len(rows):
+            table = np.repeat(table, lengths, axis=0)
+        blocks = table[np.arange(total), positions // block_size]
+        places.append((slots_of(positions, blocks, write_from, block_size), table))
+    (slots, table), *others = places
+    attention = AttentionBatch(positions, 1, slots, table, block_size, spans).with_groups(others)
     tokens = np.array([token for row in rows for token in row.token_ids], np.int32)[:, None]
     return BatchInput(tokens, attention, tuple(rows), spans)
 
 
-def _chunk(row: PlannedRow, tables: Tables, block_size: int) -> BatchInput:
+def _chunk(row: PlannedRow, tables: Tables, block_size: int, windows: Sequence[int | None]) -> BatchInput:
     """One sequence's run of tokens: ``[1, tokens]``."""
     length = len(row.token_ids)
     positions = np.arange(row.start, row.start + length)
-    table = tables.of([row.request_id], _blocks(row, block_size))
     write_from = np.full(length, row.write_from)
-    attention = AttentionBatch(
-        starts=np.array([row.start], np.int32),
-        queries=length,
-        slots=slots_of(positions, table[0, positions // block_size], write_from, block_size),
-        block_tables=table,
-        block_size=block_size,
-    )
+    start, used = np.array([row.start], np.int32), np.array([-(-(row.start + length) // block_size)])
+    places = []
+    for group, window in enumerate(windows):
+        table = _visible(tables.of([row.request_id], int(used[0]), group), start, used, window, block_size)
+        places.append((slots_of(positions, table[0, positions // block_size], write_from, block_size), table))
+    (slots, table), *others = places
+    attention = AttentionBatch(start, length, slots, table, block_size).with_groups(others)
     return BatchInput(np.array([row.token_ids], np.int32), attention, (row,), ((0, length),))
 
 
@@ -134,9 +135,23 @@ def _pieces(row: PlannedRow, most_scores: int) -> Iterator[PlannedRow]:
         )
 
 
-def _blocks(row: PlannedRow, block_size: int) -> int:
-    """Blocks that hold the row's context once this step is written."""
-    return -(-(row.start + len(row.token_ids)) // block_size)
+def _visible(
+    table: NDArray[np.int32],
+    starts: NDArray[np.integer],
+    used: NDArray[np.integer],
+    window: int | None,
+    block_size: int,
+) -> NDArray[np.int32]:
+    """Tables ``[rows, width]`` with 0 in the place of what rows that begin at ``starts`` do not look at.
+
+    Args:
+        used: blocks of each row's context once this step is written.
+    """
+    index = np.arange(table.shape[1])
+    seen = index < used[:, None]
+    if window is not None:  # what lies behind it may have been given back
+        seen &= index >= (np.maximum(starts - window + 1, 0) // block_size)[:, None]
+    return np.where(seen, table, 0).astype(np.int32)
 
 
 def slots_of(

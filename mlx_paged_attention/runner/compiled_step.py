@@ -75,7 +75,7 @@ class CompiledStep:
         table = np.zeros((queries, -(-queries // size)), np.int32)
         batch = AttentionBatch(
             positions.astype(np.int32), 1, positions % size, table, size, runs=((0, queries),)
-        )
+        ).with_groups([(positions % size, table)] * (len(self._pool.groups) - 1))
         token = self._pool.order.token
         self._host.forward(mx.zeros((queries, 1), mx.int32), batch, self._cache)
         self._pool.order.token = token

@@ -1,9 +1,11 @@
 """KVPool: the physical keys and values of every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 
+from mlx_paged_attention.cache.layer_groups import LayerGroup, one_group
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.ops.device import DeviceLayer
@@ -11,16 +13,39 @@ from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels.order import Order
 from mlx_paged_attention.ops.layer import AttentionLayer
 
+Layer = TypeVar("Layer", bound=AttentionLayer)
+
 
 class KVPool:
-    """One set of arrays per layer, all with the same number of blocks; block 0 is the null block."""
+    """Arrays for keys and values, all with the same number of blocks; block 0 is the null block.
 
-    def __init__(self, layers: Sequence[AttentionLayer], num_blocks: int, block_size: int) -> None:
+    Args:
+        layers: the model's, by index.
+        groups: their layer groups; the layers at one place share its arrays.
+
+    Attributes:
+        places: the layers at each place, the first group's first.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[LayerGroup] | None = None,
+    ) -> None:
         self.layers = layers
         self.num_blocks = num_blocks
         self.block_size = block_size
-        expected = num_blocks * sum(layer.spec.bytes_per_block for layer in layers)
+        self.groups = tuple(groups or one_group(len(layers)))
+        self.places = [[layers[i] for i in indices] for indices in _places(self.groups)]
+        expected = num_blocks * sum(place[0].spec.bytes_per_block for place in self.places)
         assert self.nbytes == expected, "the specs' byte counts disagree with the arrays"
+
+    @property
+    def group_of(self) -> dict[int, int]:
+        """The group of each layer."""
+        return {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
 
     @property
     def pack_limit(self) -> int:
@@ -29,11 +54,12 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(place[0].nbytes for place in self.places)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.nbytes // (self.num_blocks * self.block_size)
+        """Over all layers."""
+        return sum(layer.spec.bytes_per_block for layer in self.layers) // self.block_size
 
     @property
     def state(self) -> list[mx.array]:
@@ -54,10 +80,18 @@ class KVPool:
 class KernelPool(KVPool):
     """A pool whose layers are all written in place by the project's kernels, in one order."""
 
-    def __init__(self, specs: Sequence[LayerKVSpec], num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[LayerKVSpec],
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[LayerGroup] | None = None,
+    ) -> None:
         self.order = Order()
-        self._kernel_layers = [KernelLayer(spec, num_blocks, self.order) for spec in specs]
-        super().__init__(self._kernel_layers, num_blocks, block_size)
+        groups = groups or one_group(len(specs))
+        layers = _make_layers(specs, groups, lambda spec: KernelLayer(spec, num_blocks, self.order))
+        self._kernel_places = [[layers[i] for i in indices] for indices in _places(groups)]
+        super().__init__(layers, num_blocks, block_size, groups)
 
     @property
     def state(self) -> list[mx.array]:
@@ -65,29 +99,34 @@ class KernelPool(KVPool):
 
     @property
     def planes(self) -> list[mx.array]:
-        """Each layer's keys and values, one after the other."""
-        return [plane for layer in self._kernel_layers for plane in (layer.k, layer.v)]
+        """Each place's keys and values, one after the other."""
+        return [plane for place in self._kernel_places for plane in (place[0].k, place[0].v)]
 
     @planes.setter
     def planes(self, planes: Sequence[mx.array]) -> None:
-        for layer, k, v in zip(self._kernel_layers, planes[::2], planes[1::2], strict=True):
-            layer.k, layer.v = k, v
+        for place, k, v in zip(self._kernel_places, planes[::2], planes[1::2], strict=True):
+            for layer in place:
+                layer.k, layer.v = k, v
 
 
-def make_pool(spec: ModelCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
+def make_pool(
+    spec: ModelCacheSpec, num_blocks: int, *, host: bool, groups: Sequence[LayerGroup] | None = None
+) -> KVPool:
     """A pool of the fastest kind that there is here, for the model's attention layers, which may be none.
 
     Args:
+        groups: one with all layers by default.
         host: keep the arrays in host memory, for MLX's CPU back end.
     """
+    groups = groups or one_group(len(spec.layers))
     if host:
         # Imported on demand: the compiler for the host's kernel exists only where it is needed.
         from mlx_paged_attention.ops.host import HostLayer
 
-        host_layers = [HostLayer(layer, num_blocks) for layer in spec.layers]
-        return KVPool(host_layers, num_blocks, spec.block_size)
+        host_layers = _make_layers(spec.layers, groups, lambda layer: HostLayer(layer, num_blocks))
+        return KVPool(host_layers, num_blocks, spec.block_size, groups)
     if spec.layers and all(KernelLayer.supports(layer) for layer in spec.layers):
-        return KernelPool(spec.layers, num_blocks, spec.block_size)
+        return KernelPool(spec.layers, num_blocks, spec.block_size, groups)
     order = Order()
 
     def make_layer(layer: LayerKVSpec) -> AttentionLayer:
@@ -95,4 +134,23 @@ def make_pool(spec: ModelCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
             return KernelLayer(layer, num_blocks, order)
         return DeviceLayer(layer, num_blocks)
 
-    return KVPool([make_layer(layer) for layer in spec.layers], num_blocks, spec.block_size)
+    layers = _make_layers(spec.layers, groups, make_layer)
+    return KVPool(layers, num_blocks, spec.block_size, groups)
+
+
+def _places(groups: Sequence[LayerGroup]) -> list[list[int]]:
+    """The indices of the layers at each place."""
+    size = max(len(group.layers) for group in groups)
+    return [[group.layers[j] for group in groups if j < len(group.layers)] for j in range(size)]
+
+
+def _make_layers(
+    specs: Sequence[LayerKVSpec], groups: Sequence[LayerGroup], make: Callable[[LayerKVSpec], Layer]
+) -> list[Layer]:
+    """The layers by index; those at one place are twins."""
+    layers: dict[int, Layer] = {}
+    for first, *others in _places(groups):
+        layers[first] = make(specs[first])
+        for index in others:
+            layers[index] = layers[first].twin(specs[index])
+    return [layers[index] for index in range(len(specs))]

@@ -177,14 +177,19 @@ class ModelRunner:
         self._pool = pool
         self._layout = layout
         context, dense, one_row = host.context, layout.dense, not layout.batch_rows
-        layers = [PagedLayerCache(layer, context, dense=dense, one_row=one_row) for layer in pool.layers]
+        group_of = pool.group_of
+        layers = [
+            PagedLayerCache(layer, context, dense=dense, one_row=one_row, group=group_of[index])
+            for index, layer in enumerate(pool.layers)
+        ]
         self._states = StatePool([state.num_arrays for state in spec.states])
         unused = UnusedCache(context, dense=dense, one_row=one_row)
         # A model's own attention holds [heads, queries, positions] scores.
         self._most_scores = MAX_SCORES_BYTES // (4 * spec.query_heads) if layout.dense else None
         self._cache = ModelCache(spec.make_cache(layers, self._states.caches, unused), layers)
         self._rows: dict[str, RunnerRow] = {}
-        self._tables = BlockTables()
+        self._windows = [group.window for group in pool.groups]
+        self._tables = BlockTables(len(pool.groups))
         # The tokens that the last step sampled, on the device, and each request's place among them.
         self._last: tuple[mx.array | None, dict[str, int]] = (None, {})
         self._new_states: list[mx.array] = []  # stated by the step that is being launched
@@ -235,6 +240,7 @@ class ModelRunner:
                 self._pool.block_size,
                 pack_limit=self._pool.pack_limit if self._layout.pack else 1,
                 batch_rows=self._layout.batch_rows,
+                windows=self._windows,
                 first_alone=bool(self._states.caches),
                 most_scores=self._most_scores,
             )
@@ -253,7 +259,7 @@ class ModelRunner:
             for layer in self._pool.layers:
                 layer.copy([source], [target])
         for change in plan.changes:
-            self._tables.change(change.request_id, change.index, change.block_id)
+            self._tables.change(change.request_id, change.index, change.block_ids)
         for row in plan.rows:
             self._tables.extend(row.request_id, row.new_block_ids)
             self._rows[row.request_id].state_slot = row.state_to

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_paged_attention.errors import UnsupportedModelError
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec, not_run_by_mlx_lm
+from mlx_paged_attention.runner.grouping import choose_groups
 from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
 from mlx_paged_attention.runner.model_host import ModelHost
@@ -96,10 +97,11 @@ def _error(
     on_host: bool,
 ) -> float:
     block_size = spec.block_size
-    needed = [-(-len(prompt) // block_size) for prompt in prompts]
+    groups = choose_groups(spec, layout).groups
+    needed = [-(-len(prompt) // block_size) * len(groups) for prompt in prompts]
     ids = list(range(1, 1 + sum(needed)))
     random.Random(0).shuffle(ids)
-    runner = ModelRunner(host, spec, make_pool(spec, 1 + sum(needed), host=on_host), layout)
+    runner = ModelRunner(host, spec, make_pool(spec, 1 + sum(needed), host=on_host, groups=groups), layout)
     names = [str(i) for i in range(len(prompts))]
     done = [0] * len(prompts)
     worst = 0.0

@@ -24,7 +24,9 @@ class InFlight:
     def end(self) -> None:
         """It is in flight no more."""
         for row in self.plan.rows:
-            self.requests[row.request_id].num_samples_in_flight -= row.sample
+            request = self.requests[row.request_id]
+            request.num_samples_in_flight -= row.sample
+            request.num_tokens_in_flight -= len(row.token_ids)
 
     def publish_states(self, manager: KVCacheManager) -> None:
         """Its rows' states have been computed: others may go on from them."""
@@ -53,14 +55,22 @@ def unpublish_failed(
         # What they publish loses its sharing, right or wrong.
         manager.unpublish([block for block, key in flight.published if manager.is_published(block, key)])
 
+    size = manager.block_size
     doomed: dict[str, Request] = {}
+
+    def doom(request: Request, first: int) -> None:
+        """Its blocks from index ``first`` on hold garbage."""
+        doomed[request.request_id] = request
+        garbage.update(block_id for ids in manager.tables(request.request_id) for block_id in ids[first:])
+        garbage.discard(0)
+        manager.unpublish_from(request.request_id, first * size)
+
     for row in failed.plan.rows:
         request = failed.requests[row.request_id]
         if request.status is RequestStatus.RUNNING:
             doomed[row.request_id] = request
             if row.write_from < row.start + len(row.token_ids):
-                garbage.update(manager.block_ids(row.request_id)[row.write_from // manager.block_size :])
-                manager.unpublish_from(row.request_id, row.write_from)
+                doom(request, row.write_from // size)
     for flight in later:
         garbage.update(target for source, target in flight.plan.copies if source in garbage | unwritten)
     spreading = True
@@ -69,11 +79,9 @@ def unpublish_failed(
         for request in running:
             if request.request_id in doomed:
                 continue
-            block_ids = manager.block_ids(request.request_id)
-            first = next((i for i, block_id in enumerate(block_ids) if block_id in garbage), None)
-            if first is not None:
-                doomed[request.request_id] = request
-                garbage.update(block_ids[first:])
-                manager.unpublish_from(request.request_id, first * manager.block_size)
+            tables = manager.tables(request.request_id)
+            found = [i for ids in tables for i, block_id in enumerate(ids) if block_id in garbage]
+            if found:
+                doom(request, min(found))
                 spreading = True
     return list(doomed.values())

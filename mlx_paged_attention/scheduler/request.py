@@ -48,6 +48,7 @@ class Request:
         num_computed_tokens: of those, how many the steps planned so far compute or find cached.
         runs_ahead: its next token may be computed while the one before is on its way.
         num_samples_in_flight: planned rows that sample for it and whose output has not come back.
+        num_tokens_in_flight: tokens of its planned rows whose output has not come back.
         num_cached_tokens: prompt tokens that were found cached when it was first admitted.
         num_preemptions: how often it lost its blocks and had to start again.
         block_hashes: digest of each full block of ``token_ids``; stays empty without caching.
@@ -100,6 +101,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_samples_in_flight = 0
+        self.num_tokens_in_flight = 0
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         self.prefix_start = b""

@@ -136,12 +136,12 @@ class Scheduler:
                 "prompt",
             )
         longest = min(prompt + request.max_tokens, self.max_model_len)
-        needed, usable = self.manager.num_blocks_for(longest), self.manager.num_usable_blocks
+        needed, usable = self.manager.need.most(longest), self.manager.num_usable_blocks
         if needed > usable:
-            size = self.manager.block_size
+            size, fits = self.manager.block_size, self.manager.need.longest(usable, longest)
             raise RequestTooLongError(
                 f"prompt and answer may take {longest} tokens, that is {needed} KV blocks of {size}; "
-                f"the pool has {usable} ({usable * size} tokens). Shorten the prompt, lower max_tokens or "
+                f"the pool has {usable} ({fits} tokens). Shorten the prompt, lower max_tokens or "
                 "enlarge the pool",
                 "max_tokens",
             )
@@ -230,13 +230,14 @@ class Scheduler:
             end = start + share.num_tokens
             copied = self.manager.take_copied(request.request_id)
             if copied is not None:
-                copies.append((copied.source, copied.target))
+                copies += copied.pairs
             if request.request_id in self._entering:
                 self._entering.remove(request.request_id)
                 new.append(_new_row(request))
                 share.new_block_ids = self.manager.block_ids(request.request_id)
             elif copied is not None:
-                changes.append(TableChange(request.request_id, copied.index, copied.target))
+                targets = [target for _, target in copied.pairs]
+                changes.append(TableChange(request.request_id, copied.index, targets))
             if share.copy is not None:
                 copies.append(share.copy)
             sample = end >= len(request.token_ids)
@@ -253,6 +254,7 @@ class Scheduler:
             )
             request.num_computed_tokens = end
             request.num_samples_in_flight += sample
+            request.num_tokens_in_flight += share.num_tokens
         self._start_forks()
         if not rows:
             return StepPlan(self.num_steps, [], [], [])
@@ -403,7 +405,8 @@ class Scheduler:
             self.running.append(request)
             request.admit(hit.num_tokens)
             new.append(_new_row(request))
-            write_from = max(hit.num_tokens, len(hit.block_ids) * manager.block_size)
+            held = len(hit.block_ids) // manager.num_groups  # blocks found in each layer group
+            write_from = max(hit.num_tokens, held * manager.block_size)
             copy = (hit.copied_from, block_ids[len(hit.block_ids)]) if hit.copied_from else None
             shares[request.request_id] = _Scheduled(request, num_tokens, block_ids, write_from, copy)
             budget -= num_tokens
@@ -412,6 +415,9 @@ class Scheduler:
     def _start_forks(self) -> None:
         for fork in self._forks.take_ready(self.max_num_seqs - len(self.running)):
             child = fork.child
+            if not self.manager.holds_window(fork.parent.request_id, fork.num_tokens - 1):
+                self.waiting.add(child)  # the parent has gone on without it, and its windows have moved
+                continue
             self.manager.fork(fork.parent.request_id, child.request_id, fork.num_tokens)
             child.admit(min(fork.num_tokens, child.num_tokens - 1))
             self.running.append(child)

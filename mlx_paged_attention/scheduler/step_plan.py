@@ -32,7 +32,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: the tokens to compute, at positions ``start``, ``start + 1``, ...; or
             :data:`UNKNOWN_TOKEN` alone.
-        new_block_ids: ids to append to the request's block table before the step.
+        new_block_ids: ids to append to the request's block tables before the step: equally many for
+            each layer group, one group after the other. 0 is a block that lies behind a group's window.
         write_from: positions below it already hold their keys and values in a published
             block and must not be written (a fully cached prompt recomputes its last token).
         sample: whether the last token's logits become a new token.
@@ -51,11 +52,15 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
 
 class TableChange(msgspec.Struct, frozen=True):
-    """Another block takes the place of one in a request's table, before ``new_block_ids`` are appended."""
+    """Another block takes the place of one in a request's tables, before ``new_block_ids`` are appended.
+
+    Attributes:
+        block_ids: the new block in each layer group.
+    """
 
     request_id: str
     index: int
-    block_id: int
+    block_ids: list[int]
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ def test_it_prints_what_each_kind_of_layer_keeps(capsys, tiny_model):
     assert status == 0
     assert "runs as   packed rows" in out
     assert "layers    2 x sliding window of 8; 2 heads, keys 16, values 16; 256 B per token each" in out
-    assert "cache     1.0 KiB per token" in out
-    assert "per GiB   a context of 1,048,576 tokens" in out
+    assert "cache     1.0 KiB per token (behind windows 512 B)" in out
+    assert "per GiB   a context of 2,096,608 tokens" in out
     assert "checking the model against mlx-lm" in err
 
 

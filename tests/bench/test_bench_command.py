@@ -169,7 +169,7 @@ def test_a_bad_flag_is_told_before_anything_is_loaded(error, monkeypatch, flag, 
     [
         ("concurrency", "5", "5 requests at once, the engine has 4: raise --max-num-seqs"),
         ("input_len", "300", "306 tokens per request, the engine has 256: raise --max-model-len"),
-        ("num_blocks", "12", "tokens in the KV pool, the engine has 176: raise --kv-memory"),
+        ("num_blocks", "12", "12 blocks in the KV pool, the engine has 11: raise --kv-memory"),
     ],
 )
 def test_what_does_not_fit_the_engine_is_refused_with_the_flag_that_helps(error, flag, value, words):

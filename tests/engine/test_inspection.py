@@ -32,8 +32,18 @@ def test_layers_that_are_alike_are_counted_together(inspected):
 def test_bytes_are_those_that_an_engine_allocates(inspected, engine):
     inspection = inspected("gemma3")
     assert inspection.bytes_per_token == engine("gemma3").info.bytes_per_token
-    assert inspection.tokens_per_gib == (1 << 30) // inspection.bytes_per_token
     assert inspection.bytes_per_sequence == 0
+
+
+def test_the_context_that_a_gib_holds_counts_windows_once(inspected):
+    inspection = inspected("gemma3")
+    assert inspection.windows == (None, 8)
+    assert inspection.bytes_beyond_windows == inspection.bytes_per_token // 2
+    # 34 blocks hold the window and two steps of 256 tokens; the others are the two full layers'.
+    assert inspection.tokens_per_gib == ((1 << 30) // (2 * 256 * 16) - 34) * 16
+    llama = inspected("llama")
+    assert llama.windows == (None,)
+    assert llama.tokens_per_gib == (1 << 30) // llama.bytes_per_token
 
 
 def test_as_json_it_is_plain_data(inspected):

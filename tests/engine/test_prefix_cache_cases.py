@@ -105,7 +105,7 @@ def test_the_same_prompt_of_a_sliding_model_four_times(engine, oracle):
     prompt = varied_prompt(93, 4)
     for turn in range(4):
         (output,) = llm.generate([prompt], greedy(24, cache_salt="kvcached#446"))
-        assert output.num_cached_tokens == (92 if turn else 0)
+        assert output.num_cached_tokens == (80 if turn else 0)  # whole blocks, with layer groups
         assert_matches(output.outputs[0], oracle("gemma3").greedy(prompt, 24))
 
 

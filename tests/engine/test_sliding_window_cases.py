@@ -15,7 +15,7 @@ def test_a_prompt_much_longer_than_the_window(engine, oracle, max_num_batched_to
         (output,) = llm.generate([prompt], greedy(16, cache_salt=f"mlx-vlm#669-{max_num_batched_tokens}"))
         assert_matches(output.outputs[0], oracle("gemma3").greedy(prompt, 16))
         cached.append(output.num_cached_tokens)
-    assert cached == [0, 299]
+    assert cached == [0, 288]  # whole blocks: parts of one are copied only where no layer has a window
 
 
 @pytest.mark.parametrize("chunk", [4, 16, 1024])

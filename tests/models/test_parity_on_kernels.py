@@ -17,8 +17,11 @@ from tiny_models import write_model
 from mlx_paged_attention.engine import loading
 from mlx_paged_attention.ops import packing
 
-# Windows, and keys shared between layers; a window in the mask alone; layers run twice; states; both kinds.
+# Windows, and keys shared between layers; layer groups, with and without sinks; a window in
+# the mask alone; layers run twice; states; both kinds.
 MODELS = {
+    "gemma3_text": "packed rows, compiled",
+    "gpt_oss": "packed rows, compiled",
     "gemma4_text": "packed rows, compiled",
     "mistral3": "packed rows, compiled",
     "iquestloopcoder": "packed rows, compiled",

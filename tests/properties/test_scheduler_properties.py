@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
         snapshots=st.sampled_from([None, None, 0, 1, 5]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3), (1,), (4, 9), (None, 8)]),
     )
     def start(
         self,
@@ -50,18 +51,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache: dict[str, Any],
         options: dict[str, Any],
         snapshots: int | None,
+        windows: tuple[int | None, ...],
     ) -> None:
         """``snapshots``: slots for states beyond what requests need; ``None`` is a model without states."""
         if not options["enable_chunked_prefill"]:
             options = {**options, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
         states = None
-        if snapshots is not None:
+        if snapshots is not None and windows == (None,):
             states = StateSlots(1 + 2 * options["max_num_seqs"] + snapshots, block_size)
+        limit = options["long_prefill_token_threshold"] or options["max_num_batched_tokens"]
         self.manager = make_manager(
-            num_blocks, block_size, on_evict=lambda *block: self.evicted.append(block), states=states, **cache
+            num_blocks,
+            block_size,
+            on_evict=lambda *block: self.evicted.append(block),
+            states=states,
+            windows=windows,
+            max_step_tokens=limit,
+            **cache,
         )
         self.scheduler = Scheduler(self.manager, max_model_len=MAX_MODEL_LEN, **options)
-        self.runner = FakeRunner(block_size)
+        self.runner = FakeRunner(block_size, windows)
         self.evicted: list[tuple[int, bytes]] = []
         self.requests: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
@@ -96,7 +105,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add_request(request)
         except RequestTooLongError:
             longest = min(request.num_tokens + max_tokens, MAX_MODEL_LEN)
-            assert longest > self.manager.num_usable_blocks * self.manager.block_size
+            blocks = -(-longest // self.manager.block_size)
+            assert blocks * self.manager.num_groups > self.manager.num_usable_blocks
         else:
             self.requests.append(request)
 
@@ -155,9 +165,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (row.request_id in forked) == (row.request_id in entering and row.request_id in before)
             assert request.num_computed_tokens == end
             assert row.sample == (end >= request.num_tokens)
-            table, size = self.manager.block_ids(row.request_id), self.manager.block_size
-            assert table[len(table) - len(row.new_block_ids) :] == row.new_block_ids
-            if row.write_from < end:
+            tables, size = self.manager.tables(row.request_id), self.manager.block_size
+            count = len(row.new_block_ids) // len(tables)
+            added = [block_id for table in tables for block_id in table[len(table) - count :]]
+            assert added == row.new_block_ids
+            for table in tables if row.write_from < end else ():
                 assert final.isdisjoint(table[row.write_from // size : -(-end // size)])
         if plan.rows:
             self.in_flight.append(plan)

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.utils import load_model
 
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec, observe_cache
+from mlx_paged_attention.runner.grouping import choose_groups
 from mlx_paged_attention.runner.kv_pool import make_pool
 from mlx_paged_attention.runner.layout import LAYOUTS, Layout
 from mlx_paged_attention.runner.model_host import ModelHost
@@ -31,7 +32,10 @@ class StepDriver:
         self, host: ModelHost, spec: ModelCacheSpec, layout: Layout = PACKED, *, on_host: bool = True
     ) -> None:
         num_blocks = 64
-        self.runner = ModelRunner(host, spec, make_pool(spec, num_blocks, host=on_host), layout)
+        groups = choose_groups(spec, layout).groups
+        pool = make_pool(spec, num_blocks, host=on_host, groups=groups)
+        self.runner = ModelRunner(host, spec, pool, layout)
+        self._num_groups = len(groups)
         self.tokens: dict[str, list[int]] = {}
         self.plans: list[StepPlan] = []
         self._free = [(5 * i) % (num_blocks - 1) + 1 for i in range(num_blocks - 1)]
@@ -63,7 +67,7 @@ class StepDriver:
             start, tokens, blocks = self._computed[name], self.tokens[name], self._blocks[name]
             end = start + count
             assert end <= len(tokens)
-            needed = -(-end // BLOCK_SIZE) - len(blocks)
+            needed = -(-end // BLOCK_SIZE) * self._num_groups - len(blocks)
             new, self._free = self._free[:needed], self._free[needed:]
             blocks += new
             rows.append(PlannedRow(name, tokens[start:end], start, new, start, end == len(tokens)))

@@ -20,7 +20,7 @@ def row(name, length, start=0, write_from=None):
 
 
 class Tables(dict):
-    def of(self, request_ids, width):
+    def of(self, request_ids, width, group=0):
         return np.array([self[request_id][:width] for request_id in request_ids])
 
 

@@ -94,7 +94,7 @@ SCHEDULE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama", PACKED), ("gemma3", ROWS)])
+@pytest.mark.parametrize(("name", "layout"), [("llama", PACKED), ("gemma3", ROWS), ("gemma3", PACKED)])
 def test_compiled_steps_sample_what_plain_operations_sample(tiny_model, kernels, monkeypatch, name, layout):
     monkeypatch.setattr(packing, "GATHER_BEYOND", dict.fromkeys(("cuda", "metal"), 20))
     tokens = []

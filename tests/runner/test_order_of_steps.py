@@ -27,6 +27,7 @@ from mlx_paged_attention import make_paged_cache
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.runner import compiled_step, paged_cache
+from mlx_paged_attention.runner.grouping import choose_groups
 from mlx_paged_attention.runner.kv_pool import KernelPool, make_pool
 from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.scheduler.scheduler import Scheduler
@@ -46,9 +47,12 @@ def serve(directory, layout, prompts, *, num_blocks, budget=64, max_tokens=4):
     As in the engine, a step is launched before the one before it has been read.
     """
     host, spec = load_host(directory)
-    manager = make_manager(num_blocks, BLOCK_SIZE, partial_hits=True)
+    groups = choose_groups(spec, layout).groups
+    windows = tuple(group.window for group in groups)
+    options = {"partial_hits": True, "windows": windows, "max_step_tokens": budget}
+    manager = make_manager(num_blocks, BLOCK_SIZE, **options)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200)
-    runner = ModelRunner(host, spec, make_pool(spec, num_blocks, host=False), layout)
+    runner = ModelRunner(host, spec, make_pool(spec, num_blocks, host=False, groups=groups), layout)
     for i, prompt in enumerate(prompts):
         scheduler.add_request(make_request(str(i), prompt, max_tokens=max_tokens))
     plans, in_flight = [], deque()
@@ -138,6 +142,14 @@ def recycled(directory):
     assert len(given) > len(set(given))
 
 
+def behind_windows(directory):
+    """Blocks that one layer group gives back while steps run, another one's layers write at once."""
+    prompts = [varied_prompt(length, length) for length in (70, 60, 50)]
+    _, plans = serve(directory, COMPILED, prompts, num_blocks=12, budget=24, max_tokens=20)
+    given = [block for plan in plans for row in plan.rows for block in row.new_block_ids]
+    assert len(given) > 2 * len(set(given))
+
+
 def preempted(directory):
     prompts = [varied_prompt(12, 1), varied_prompt(13, 2)]
     scheduler, _ = serve(directory, COMPILED_ROWS, prompts, num_blocks=4, max_tokens=30)
@@ -195,6 +207,8 @@ PROGRAMS = [
     (shared_in_one_step_and_packed, "llama"),
     (parted_within_a_block, "llama"),
     (recycled, "llama"),
+    (recycled, "gemma3"),
+    (behind_windows, "gemma3"),
     (preempted, "llama"),
     (mlx_lm_generate, "llama"),
     (mlx_lm_generate_trimmed, "llama"),

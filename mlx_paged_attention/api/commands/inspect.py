@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from mlx_paged_attention.api.commands.flags import DEFAULT_MODEL, ModelFlags, say
 from mlx_paged_attention.api.environment import require_supported
-from mlx_paged_attention.api.report import counted, size
+from mlx_paged_attention.api.report import counted, per_token, size
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.models.source import resolve
@@ -70,9 +70,12 @@ def lines_of(inspection: "ModelInspection") -> Iterable[str]:
         parts = [layer.kind, layer.shape, " and ".join(costs) + (" each" if count > 1 and costs else "")]
         yield f"layers    {count} x {'; '.join(part for part in parts if part)}"
     if inspection.layers:
-        yield f"cache     {size(inspection.bytes_per_token)} per token" + (
+        beyond = inspection.bytes_beyond_windows
+        yield f"cache     {per_token(inspection.bytes_per_token, inspection.windows, beyond)}" + (
             f", {size(inspection.bytes_per_sequence)} per sequence" if inspection.bytes_per_sequence else ""
         )
+    if inspection.windows_kept is not None:
+        yield f"windows   masked, and nothing behind them is freed: {inspection.windows_kept}"
     tokens = inspection.tokens_per_gib
     if tokens is not None:
         made_for = f"the model was made for {inspection.max_model_len:,}"
