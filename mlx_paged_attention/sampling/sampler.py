@@ -25,10 +25,16 @@ Method = Literal["greedy", "unranked", "top_k", "top_p", "ranked"]
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """What one row yielded; ``logprobs`` is ``None`` unless the row asked."""
+    """What one row yielded.
+
+    Attributes:
+        logprobs: ``None`` unless the row asked.
+        finite: its likeliest logit is a number; if not, the token means nothing.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None
+    finite: bool
 
 
 def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
@@ -45,7 +51,7 @@ def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
     the next.
 
     Args:
-        logits: ``[rows, vocab]``, any floating-point type, without NaN; not changed.
+        logits: ``[rows, vocab]``, any floating-point type; not changed.
         rows: at least one, one per row of ``logits``.
     """
     assert rows, "nothing to sample"
@@ -63,6 +69,8 @@ class PendingSample:
 
     def __init__(self, logits: mx.array, rows: Sequence[SamplingRow]) -> None:
         self._sampling = [row.sampling for row in rows]
+        # A maximum is NaN if any entry is, and minus infinity only if all are.
+        self._finite = mx.isfinite(mx.max(logits, axis=-1))
         self._logits = process_logits(logits, rows)
         self._numbers = uniform([row.sampling.seed for row in rows], [row.num_outputs for row in rows])
         by_method: dict[Method, list[int]] = {}
@@ -83,7 +91,8 @@ class PendingSample:
     def arrays(self) -> list[mx.array]:
         """What :meth:`read` waits for."""
         covered = [] if self._covered is None else [self._covered]
-        return [self.token_ids, *covered, *([] if self._scores is None else self._scores.arrays)]
+        scores = [] if self._scores is None else self._scores.arrays
+        return [self.token_ids, self._finite, *covered, *scores]
 
     def read(self) -> list[SampledRow]:
         """Wait for the tokens and their log-probabilities."""
@@ -95,8 +104,10 @@ class PendingSample:
             counts = [self._sampling[i].logprobs or 0 for i in self._scored]
             logprobs = dict(zip(self._scored, self._scores.read(counts), strict=True))
         return [
-            SampledRow(token_id, logprobs.get(index))
-            for index, token_id in enumerate(np.array(self.token_ids).tolist())
+            SampledRow(token_id, logprobs.get(index), finite)
+            for index, (token_id, finite) in enumerate(
+                zip(np.array(self.token_ids).tolist(), np.array(self._finite).tolist(), strict=True)
+            )
         ]
 
     def _draw(self, method: Method, indices: list[int]) -> mx.array:
