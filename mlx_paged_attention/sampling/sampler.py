@@ -69,8 +69,6 @@ class PendingSample:
 
     def __init__(self, logits: mx.array, rows: Sequence[SamplingRow]) -> None:
         self._sampling = [row.sampling for row in rows]
-        # A maximum is NaN if any entry is, and minus infinity only if all are.
-        self._finite = mx.isfinite(mx.max(logits, axis=-1))
         self._logits = process_logits(logits, rows)
         self._numbers = uniform([row.sampling.seed for row in rows], [row.num_outputs for row in rows])
         by_method: dict[Method, list[int]] = {}
@@ -79,9 +77,11 @@ class PendingSample:
         self._maybe_uncovered = by_method.get("top_p", [])
         self._covered: mx.array | None = None
         parts = [self._draw(method, indices) for method, indices in by_method.items()]
+        finite = [self._is_finite(*part) for part in zip(by_method.items(), parts, strict=True)]
         # Each part holds some of the rows; bring them back into the rows' order.
         order = np.argsort(np.concatenate(list(by_method.values())))
         self.token_ids = parts[0] if len(parts) == 1 else mx.concatenate(parts)[mx.array(order)]
+        self._finite = finite[0] if len(parts) == 1 else mx.concatenate(finite)[mx.array(order)]
 
         self._raw = logits
         self._scored = [i for i, row in enumerate(self._sampling) if row.logprobs is not None]
@@ -125,6 +125,18 @@ class PendingSample:
             return token_ids
         candidates = draw.CANDIDATES if method == "top_k" else logits.shape[1]
         return draw.by_rank(scaled, filters, numbers, candidates)
+
+    def _is_finite(self, part: tuple[Method, list[int]], token_ids: mx.array) -> mx.array:
+        """Whether the greatest logit of each row is a number, ``[indices]`` bool.
+
+        Where the hidden state is none, no logit is, and greedy rows have found the greatest already. What is
+        drawn depends on every entry: a maximum is NaN if any entry is.
+        """
+        method, indices = part
+        logits = _rows_of(self._logits, indices)
+        if method == "greedy":
+            return mx.isfinite(mx.take_along_axis(logits, token_ids[:, None], -1).squeeze(1))
+        return mx.isfinite(mx.max(logits, axis=-1))
 
     def _draw_uncovered(self, covered: mx.array) -> None:
         uncovered = np.array(self._maybe_uncovered)[~np.array(covered)].tolist()
