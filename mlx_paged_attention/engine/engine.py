@@ -515,6 +515,10 @@ class Engine:
         """Forget every cached prefix. False, and nothing done, while requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
 
+    def describe(self) -> str:
+        """The steps under way and the requests, for whoever looks for what hangs. From any thread."""
+        return self._scheduler.describe()
+
     def stats(self) -> EngineStats:
         cache, scheduler = self._cache, self._scheduler
         return EngineStats(

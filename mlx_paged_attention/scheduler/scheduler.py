@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.scheduler.describe import describe
 from mlx_paged_attention.scheduler.forks import Fork, Forks
 from mlx_paged_attention.scheduler.in_flight import InFlight, unpublish_failed
 from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
@@ -361,6 +362,12 @@ class Scheduler:
             for request in reversed(self.running[:]):
                 self._preempt(request)
         return self.manager.reset_prefix_cache()
+
+    def describe(self) -> str:
+        """What is in flight, running and waiting, a line each. From any thread, if this one hangs."""
+        running = list(self.running)
+        waiting = [request for request in list(self._requests.values()) if request not in running]
+        return describe([flight.plan for flight in list(self._in_flight.values())], running, waiting)
 
     # Inside a step
 
