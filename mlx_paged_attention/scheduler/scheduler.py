@@ -31,7 +31,7 @@ from mlx_paged_attention.scheduler.stop import check_stop, ends_by_length
 # 256 rows of a vocabulary of 150,000 are 150 MB.
 MAX_SCORED_TOKENS = 256
 
-# Of a step's tokens, running prompts leave at most one in so many to a waiting request.
+# Of a step's tokens, running prompts leave at most one in so many to waiting requests.
 WAITING_SHARE = 4
 
 
@@ -465,7 +465,7 @@ class Scheduler:
             self._entering.add(child.request_id)
 
     def _kept_for_waiting(self, budget: int) -> int:
-        """Tokens of a step that running prompts leave to the request that is next to be admitted.
+        """Tokens of a step that running prompts leave to those that are next to be admitted.
 
         So the first token of a short prompt does not wait for the end of a long one.
         """
@@ -475,7 +475,8 @@ class Scheduler:
         free = self.manager.num_free_blocks - sum(map(self.manager.num_missing_blocks, self.running))
         if self.manager.num_missing_blocks(first) > free:
             return 0
-        return min(first.num_tokens, budget // WAITING_SHARE)
+        share = budget // WAITING_SHARE
+        return share if len(self.waiting) > 1 else min(first.num_tokens, share)
 
     def _step_limit(self, request: Request) -> int:
         """Most tokens the request computes in one step."""
