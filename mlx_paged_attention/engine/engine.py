@@ -484,7 +484,7 @@ class Engine:
             logger.warning(
                 "no memory for a step of %d tokens (%s): %d requests start again, %d tokens at a time",
                 plan.num_tokens,
-                error,
+                str(error),  # a log that keeps its arguments must not keep the frames of the error
                 len(preempted),
                 tokens,
             )

@@ -4,6 +4,7 @@ import heapq
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Literal, Protocol
 
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
@@ -108,15 +109,14 @@ class LongestPrefixQueue:
         self._clock = clock
         self._preempted: deque[Request] = deque()
         self._since: OrderedDict[Request, float] = OrderedDict()  # when they came, in this order
-        self._cached: dict[Request, int] = {}  # when last looked up
-        self._turns: deque[Request] = deque()
+        # What was found at the last lookup, the longest ago first.
+        self._cached: OrderedDict[Request, int] = OrderedDict()
         # By cached tokens; also entries that have been overtaken by others of the same request.
         self._heap: list[tuple[int, int, Request]] = []
         self._first: Request | None = None
 
     def add(self, request: Request) -> None:
         self._since[request] = self._clock()
-        self._turns.append(request)
         self._look_up(request)
 
     def put_back(self, request: Request) -> None:
@@ -127,11 +127,8 @@ class LongestPrefixQueue:
         if self._preempted:
             self._first = self._preempted[0]
             return self._first
-        for _ in range(min(_LOOKUPS, len(self._turns))):
-            request = self._turns.popleft()
-            if request in self._since:
-                self._look_up(request)
-                self._turns.append(request)
+        for request in list(islice(self._cached, _LOOKUPS)):
+            self._look_up(request)
         oldest, since = next(iter(self._since.items()))
         overdue = self._clock() - since >= self._max_overtaken_seconds
         self._first = oldest if overdue else self._best()
@@ -146,6 +143,7 @@ class LongestPrefixQueue:
     def remove(self, request: Request) -> None:
         if request in self._since:
             del self._since[request], self._cached[request]
+            self._tidy()
         else:
             self._preempted.remove(request)
         self._first = None
@@ -167,14 +165,19 @@ class LongestPrefixQueue:
     def _look_up(self, request: Request) -> int:
         cached = self._cached_tokens(request)
         if self._cached.get(request) != cached:
-            self._cached[request] = cached
             heapq.heappush(self._heap, (-cached, request.arrival_order, request))
-            if len(self._heap) > 2 * len(self._cached) + 64:
-                self._heap = [
-                    (-count, waiting.arrival_order, waiting) for waiting, count in self._cached.items()
-                ]
-                heapq.heapify(self._heap)
+        self._cached[request] = cached
+        self._cached.move_to_end(request)
+        self._tidy()
         return cached
+
+    def _tidy(self) -> None:
+        """Let go of entries that mean nothing any more, once these are the most."""
+        if len(self._heap) > 2 * len(self._cached):
+            self._heap = [
+                (-cached, request.arrival_order, request) for request, cached in self._cached.items()
+            ]
+            heapq.heapify(self._heap)
 
 
 def _put_back(requests: deque[Request], request: Request) -> None:

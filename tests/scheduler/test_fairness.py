@@ -107,16 +107,16 @@ def test_a_request_that_was_admitted_after_several_long_prompts_decodes_in_every
 
 def test_prompts_advance_however_many_requests_decode() -> None:
     """As many requests as the budget has tokens: each still gets one."""
-    loop = Loop(num_blocks=11_000, max_num_seqs=BUDGET)
-    for number in range(BUDGET - 1):
-        loop.add(f"decode {number}", 1, max_tokens=600)
-    long = loop.add("long", 500, max_tokens=2)
+    loop = Loop(max_num_seqs=32, max_num_batched_tokens=32)
+    for number in range(31):
+        loop.add(f"decode {number}", 1, max_tokens=200)
+    long = loop.add("long", 150, max_tokens=2)
     loop.step()
     assert long.num_computed_tokens == 1
-    for count in range(2, 501):
+    for count in range(2, 151):
         loop.step()
         assert long.num_computed_tokens >= count
-    assert loop.first_token["long"] <= 501
+    assert loop.first_token["long"] <= 151
 
 
 def test_a_short_prompt_behind_a_long_one_gets_its_first_token_at_once() -> None:
@@ -134,9 +134,9 @@ def test_a_short_prompt_behind_a_long_one_gets_its_first_token_at_once() -> None
 
 
 def test_short_prompts_behind_several_long_ones_wait_a_step_for_each() -> None:
-    loop = Loop(num_blocks=9000)
+    loop = Loop()
     for number in range(4):
-        loop.add(f"long {number}", 30_000)
+        loop.add(f"long {number}", 8000)
     for number in range(6):
         loop.add(f"short {number}", 20, max_tokens=3)
     for _ in range(12):
