@@ -45,9 +45,12 @@ def elements(root):
 
 
 def no_growth(samples):
-    """The second half of a run holds no more than the first did."""
+    """The second half of a run holds no more than the first did, give or take what a full pool holds.
+
+    A thing that each request left behind would show: there are more requests than that.
+    """
     half = len(samples) // 2
-    return max(samples[half:]) <= 1.05 * max(samples[:half]) + 30
+    return max(samples[half:]) <= 1.05 * max(samples[:half]) + 100
 
 
 @pytest.mark.parametrize("steps", [2000, pytest.param(20_000, marks=SLOW)])
@@ -83,9 +86,10 @@ def test_the_engines_books_do_not_grow(steps, ahead):
             if rng.random() < 0.05:
                 engine.abort(rng.choice(list(scripted.outputs)))
             chance = rng.random()
-            if chance < 0.013:
+            if chance < 0.013 and not runner.failures:  # never three in a row, which would end the engine
                 runner.fails_when_read = rng.random() < 0.5
-                runner.failures = [MemoryError("[malloc]") if chance < 0.003 else OSError("planted"), None]
+                fault = MemoryError("[malloc]") if chance < 0.003 else OSError("planted")
+                runner.failures = [fault, None, None, None]
             if engine.has_work:
                 scripted.step()
             runner.plans.clear()
