@@ -1,12 +1,13 @@
 """EngineConfig: everything a person can set about an engine, validated once."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mlx_paged_attention.errors import InvalidRequestError
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-SchedulingPolicy = Literal["fcfs", "priority"]
+SchedulingPolicy = Literal["fcfs", "priority", "longest_prefix"]
 Device = Literal["cpu", "gpu"]
 
 
@@ -30,7 +31,11 @@ class EngineConfig:
         max_num_seqs: most requests computed in one step.
         max_num_batched_tokens: token budget of one step.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
-        scheduling_policy: ``"fcfs"`` or ``"priority"`` (lower value first).
+        scheduling_policy: who is served first: ``"fcfs"``, ``"priority"`` (lower value first) or
+            ``"longest_prefix"`` (most tokens in the prefix cache first).
+        max_overtaken_seconds: under ``"longest_prefix"``, how long a waiting request may be overtaken.
+        watchdog_seconds: with work to do and no step ending for so long, ``/health`` turns red and what
+            hangs is logged; after twice as long the engine is given up. 0 never does.
         seed: base of the seeds of requests that bring none; ``None`` draws one at start.
         skip_tokenizer_init: serve token ids only, for models without a tokenizer.
         device: ``"cpu"``, ``"gpu"`` or ``None`` for MLX's default.
@@ -50,6 +55,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
+    max_overtaken_seconds: float = 5.0
+    watchdog_seconds: float = 300.0
     seed: int | None = None
     skip_tokenizer_init: bool = False
     device: Device | None = None
@@ -68,6 +75,8 @@ class EngineConfig:
         for name in ("kv_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
+        for name in ("max_overtaken_seconds", "watchdog_seconds"):
+            _seconds(name, getattr(self, name))
         for name in ("enable_prefix_caching", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
@@ -76,6 +85,11 @@ class EngineConfig:
         if self.num_blocks is not None and self.kv_memory is not None:
             raise InvalidRequestError(
                 "give num_blocks or kv_memory, not both: each fixes the pool's size", "num_blocks"
+            )
+        if self.scheduling_policy == "longest_prefix" and not self.enable_prefix_caching:
+            raise InvalidRequestError(
+                "scheduling_policy longest_prefix needs enable_prefix_caching: else no prefix is cached",
+                "scheduling_policy",
             )
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
@@ -94,3 +108,8 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequestError(f"{name} must be an integer of at least {least}, not {value!r}", name)
+
+
+def _seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidRequestError(f"{name} must be seconds, 0 or more, not {value!r}", name)

@@ -65,6 +65,7 @@ class FakeRunner:
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._recurrent: dict[int, int] = {}
         self._failed: set[str] = set()
+        self._too_early: set[tuple[int, str]] = set()
         self.sampled: dict[str, int] = {}  # by the last step
         self._sampled_before: dict[str, int] = {}
 
@@ -125,9 +126,16 @@ class FakeRunner:
                 for position in range(max(row.start, row.write_from), row.start + len(row.token_ids)):
                     self._slots[self._slot(table, position)] = (-1, -1)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Rows of these requests are garbage until they enter again, and so are their tokens."""
-        self._failed.update(request_ids)
+    def forget(self, request_ids: Iterable[str], planned: Iterable[StepPlan] = ()) -> None:
+        """Rows of these requests are garbage until they enter again, and so are their tokens.
+
+        Args:
+            planned: steps that were planned before; entering with one of these is too early.
+        """
+        ids = set(request_ids)
+        self._failed.update(ids)
+        for plan in planned:
+            self._too_early.update((plan.step, new.request_id) for new in plan.new if new.request_id in ids)
 
     def _known(self, row: PlannedRow) -> list[int]:
         if UNKNOWN_TOKEN not in row.token_ids:
@@ -148,7 +156,8 @@ class FakeRunner:
             del self._tables[request_id], self._states[request_id]
         for new in plan.new:
             assert new.request_id not in self._tables
-            self._failed.discard(new.request_id)
+            if (plan.step, new.request_id) not in self._too_early:
+                self._failed.discard(new.request_id)
             self._tables[new.request_id] = [[] for _ in self._windows]
             row = next(row for row in plan.rows if row.request_id == new.request_id)
             assert row.token_ids == new.token_ids[row.start : row.start + len(row.token_ids)]

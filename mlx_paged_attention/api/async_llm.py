@@ -55,6 +55,11 @@ class AsyncLLM:
         """Why it does not."""
         return self._engine.dead_reason
 
+    @property
+    def stalled_reason(self) -> str | None:
+        """Why it seems to hang, if it does; it may yet go on."""
+        return self._engine.stalled_reason
+
     def stats(self) -> EngineStats:
         """Blocks, requests and cache counts after the last step."""
         return self._engine.stats()

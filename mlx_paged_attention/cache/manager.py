@@ -1,5 +1,6 @@
 """KVCacheManager: which blocks each request holds, and which of a prompt's blocks exist already."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -145,6 +146,17 @@ class KVCacheManager:
             return PrefixHit(tuple(block_ids), min(found, num_tokens - 1))
         count, slot = self.states.find(hashes[: len(block_ids)])
         return PrefixHit(tuple(block_ids[:count]), count * self.block_size, state_slot=slot, num_found=found)
+
+    def estimate_hit(self, request: CachedRequest) -> int:
+        """About how many of the request's tokens are cached, found with a few lookups.
+
+        Prefixes lose their last blocks first, so that they have no gaps, as a rule.
+        """
+        if request.skip_reading_prefix_cache:
+            return 0
+        find = self.pool.get_cached_block
+        hashes = request.block_hashes
+        return self.block_size * bisect_left(hashes, True, key=lambda block_hash: find(block_hash) is None)
 
     def allocate_slots(
         self,
@@ -384,6 +396,12 @@ class KVCacheManager:
         for group in self._tables[request_id].groups:
             self.pool.unpublish(block.block_id for block in group.blocks[first:])
             group.num_published = min(group.num_published, first)
+
+    def condemn(self, request: CachedRequest) -> None:
+        """Makes all that the request holds unfindable: what is in it is not to be trusted."""
+        self.unpublish_from(request.request_id, 0)
+        if self.states is not None:
+            self.states.forget(request.block_hashes)
 
     def take_published(self) -> list[tuple[int, bytes]]:
         """Block id and digest of each block published since the last call."""

@@ -6,7 +6,7 @@ after a full block becomes a *snapshot*, found by that block's hash and never wr
 goes on into another slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_paged_attention.cache.block import Block
@@ -122,6 +122,12 @@ class StateSlots:
                 if before.block_hash == its_hash and before.ref_count == 0:
                     self.pool.retire(before)
             place.generated = current, block_hash
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Make the snapshots of these prefixes unfindable, save those that several sequences hold."""
+        slots = [self.pool.get_cached_block(block_hash) for block_hash in hashes]
+        # What two sequences go on from must stay a snapshot, or both would write to it.
+        self.pool.unpublish(slot.block_id for slot in slots if slot is not None and slot.ref_count < 2)
 
     def free(self, request_id: str) -> None:
         """The sequence leaves; its snapshots can be found until their slots are needed."""

@@ -1,6 +1,7 @@
 """AsyncEngine: the one thread that owns MLX, and the way in and out of it."""
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from mlx_paged_attention.engine.engine import Emit, Engine
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.mlx_thread import run_on_mlx_thread
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
+from mlx_paged_attention.engine.watchdog import Watchdog, thread_stacks
 from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError
 from mlx_paged_attention.models.source import ModelSource
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -17,6 +19,8 @@ from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
 _Command = Callable[[], None]
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
@@ -44,6 +48,11 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._closing = False
         self._dead: EngineDeadError | None = None
+        self._stalled: str | None = None
+        self._abandoned = threading.Event()  # the thread hangs, and nobody waits for it any more
+        self._open: set[_Outlet] = set()  # of requests that were started, and are to get more outputs
+        self._busy = False
+        self._turns = 0
         self._thread_id: int | None = None
         self._started: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
         try:
@@ -68,6 +77,11 @@ class AsyncEngine:
         """Why the engine stopped serving, or ``None`` while it serves."""
         return None if self._dead is None else str(self._dead)
 
+    @property
+    def stalled_reason(self) -> str | None:
+        """What the watchdog has seen, or ``None``: the engine may yet go on."""
+        return self._stalled
+
     def stats(self) -> EngineStats:
         """Counts after the last step or command."""
         return self._stats
@@ -89,7 +103,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError, RequestTooLongError: it cannot be served.
         """
-        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=self._counted(emit))
+        return self._engine.prepare(request_id, prompt, params, kind=kind, emit=_Outlet(self, emit))
 
     def fork(
         self,
@@ -109,25 +123,18 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine no longer serves.
         """
-        counted = self._counted(emit)
+        outlet = _Outlet(self, emit)
 
         def begin() -> None:
             if self._dead is not None:
-                counted(self._dead)
+                outlet(self._dead)
                 return
             try:
-                self._engine.fork(parent_id, request_id, params, index=index, kind=kind, emit=counted)
+                self._engine.fork(parent_id, request_id, params, index=index, kind=kind, emit=outlet)
             except InvalidRequestError as error:
-                counted(error)
+                outlet(error)
 
-        self._send(begin)
-
-    def _counted(self, emit: Emit) -> Emit:
-        def counted(output: RequestOutput | Exception) -> None:
-            self._stats = self._engine.stats()  # whoever reads the output finds it in the counts
-            emit(output)
-
-        return counted
+        self._send(begin, opens=outlet)
 
     def start(self, group: RequestGroup) -> None:
         """Queue a prepared request.
@@ -135,7 +142,8 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine no longer serves.
         """
-        self._send(lambda: self._add(group))
+        assert isinstance(group.emit, _Outlet)
+        self._send(lambda: self._add(group), opens=group.emit)
 
     def abort(self, request: str | RequestGroup) -> None:
         """End a request at the next step border; its ``emit`` gets a last output.
@@ -150,7 +158,12 @@ class AsyncEngine:
         """Forget every cached prefix; False while requests hold blocks."""
         answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._send(lambda: answer.put(self._engine.reset_prefix_cache()))
-        return answer.get()
+        while True:
+            try:
+                return answer.get(timeout=1.0)
+            except queue.Empty:
+                if self._abandoned.is_set():
+                    raise self._death() from None
 
     def close(self) -> None:
         """Stop the thread; requests still being served get an :class:`EngineDeadError`."""
@@ -158,7 +171,8 @@ class AsyncEngine:
         self._commands.put(lambda: None)
         # Garbage collection may close an engine from that engine's own thread.
         if threading.get_ident() != self._thread_id:
-            self._ended.wait()
+            while not self._ended.wait(timeout=1.0) and not self._abandoned.is_set():
+                pass
 
     # ---- on the engine's thread
 
@@ -181,28 +195,42 @@ class AsyncEngine:
             return
         self._started.put(engine)
         cause: BaseException | None = None
+        watchdog = Watchdog(
+            config.watchdog_seconds,
+            busy=lambda: self._busy,
+            progress=lambda: self._turns,
+            stalled=lambda seconds: self._stall(engine, seconds),
+            resumed=self._resume,
+            give_up=self._give_up,
+        )
         try:
-            self._serve(engine)
+            with watchdog:
+                self._serve(engine)
             message = "the engine was closed"
         except BaseException as error:
             cause = error
             message = f"the engine stopped after {type(error).__name__}: {error}"
+            logger.exception("the engine has stopped; no request can be served until it is started again")
         dead = EngineDeadError(message)
         dead.__cause__ = cause
         with self._lock:
-            self._dead = dead
+            dead = self._dead = self._dead or dead
         # Closed before the last commands run: they find no request in books that may no longer agree.
         engine.close(dead)
         self._drain()  # nothing more can be sent; what was is answered
         self._stats = engine.stats()
 
     def _serve(self, engine: Engine) -> None:
-        while not self._closing:
+        while not self._closing and not self._abandoned.is_set():
             if not engine.has_work:
-                self._commands.get()()
+                self._busy = False
+                command = self._commands.get()
+                self._busy = True
+                command()
             self._drain()
-            if engine.has_work and not self._closing:
+            if engine.has_work and not self._closing and not self._abandoned.is_set():
                 engine.step()
+            self._turns += 1
             self._stats = engine.stats()
 
     def _drain(self) -> None:
@@ -221,8 +249,55 @@ class AsyncEngine:
         except InvalidRequestError as error:
             group.emit(error)
 
-    def _send(self, command: _Command) -> None:
+    def _send(self, command: _Command, opens: "_Outlet | None" = None) -> None:
         with self._lock:
             if self._dead is not None:
-                raise EngineDeadError(str(self._dead)) from self._dead.__cause__
+                raise self._death()
+            if opens is not None:
+                self._open.add(opens)
             self._commands.put(command)
+
+    def _death(self) -> EngineDeadError:
+        """An error of its own for each who asks of a dead engine."""
+        assert self._dead is not None
+        error = EngineDeadError(str(self._dead))
+        error.__cause__ = self._dead.__cause__
+        return error
+
+    # ---- on the watchdog's thread, while the engine's hangs
+
+    def _stall(self, engine: Engine, seconds: float) -> None:
+        self._stalled = f"no step has ended for {seconds:.0f} s, and there is work to do"
+        logger.error("%s\n%s\n%s", self._stalled, engine.describe(), thread_stacks())
+
+    def _resume(self) -> None:
+        self._stalled = None
+        logger.warning("steps end again")
+
+    def _give_up(self, seconds: float) -> None:
+        message = f"no step has ended for {seconds:.0f} s: the engine was given up; start the process again"
+        with self._lock:
+            dead = self._dead = self._dead or EngineDeadError(message)
+            waiting = list(self._open)
+        self._abandoned.set()
+        logger.error("%s (%d requests were waiting)", message, len(waiting))
+        for outlet in waiting:
+            outlet(dead)
+
+
+class _Outlet:
+    """Where a request's outputs go: counted first, and none after the last."""
+
+    def __init__(self, engine: AsyncEngine, emit: Emit) -> None:
+        self._engine = engine
+        self._emit = emit
+
+    def __call__(self, output: RequestOutput | Exception) -> None:
+        engine = self._engine
+        engine._stats = engine._engine.stats()  # whoever reads the output finds it in the counts
+        with engine._lock:
+            if self not in engine._open:  # the engine was given up, and has gone on all the same
+                return
+            if isinstance(output, Exception) or output.finished:
+                engine._open.discard(self)
+        self._emit(output)

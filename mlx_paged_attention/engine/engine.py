@@ -1,5 +1,6 @@
 """Engine: requests in, one step at a time, outputs out."""
 
+import logging
 import random
 import time
 from collections import deque
@@ -27,6 +28,13 @@ from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Emit = Callable[[RequestOutput | Exception], None]
 
+logger = logging.getLogger(__name__)
+
+_NO_MEMORY = (
+    "there is no memory to compute even one token of it. Close other programs, or load the model with a "
+    "smaller pool (kv_memory) or a smaller model"
+)
+
 # This many steps in a row that raise mean that the fault is not in a request.
 MAX_FAILED_STEPS = 3
 
@@ -49,7 +57,9 @@ class Runner(Protocol):
     @property
     def runs_ahead(self) -> bool: ...
 
-    def launch(self, plan: StepPlan) -> LaunchedStep: ...
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step. Like ``read``, it raises ``MemoryError`` if there is no memory for it."""
+        ...
 
 
 class Engine:
@@ -91,6 +101,7 @@ class Engine:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             policy=config.scheduling_policy,
+            max_overtaken_seconds=config.max_overtaken_seconds,
         )
         self._seeds = random.Random(config.seed)
         self._groups: dict[str, RequestGroup] = {}
@@ -119,8 +130,8 @@ class Engine:
         check_token_ids(token_ids, params, self.info.vocab_size)
         if params.priority and self._scheduler.policy != "priority":
             raise InvalidRequestError(
-                f"priority is {params.priority}, but requests are served first come, first served; leave it "
-                "out, or load the model with scheduling_policy='priority'",
+                f"priority is {params.priority}, but scheduling_policy is {self._scheduler.policy!r}; leave "
+                "it out, or load the model with scheduling_policy='priority'",
                 "priority",
             )
         max_tokens = params.max_tokens or max(1, self.info.longest_sequence - len(token_ids))
@@ -305,7 +316,8 @@ class Engine:
 
         Where the runner can, a step is launched before the one before it is read, so that the host's
         work is done while the device computes. A step that raises fails the requests it
-        computed, and those alone.
+        computed, and those alone. One that finds no memory is taken back, and smaller ones follow; only
+        a request that alone cannot run fails.
 
         Raises:
             Exception: the runner's, once :data:`MAX_FAILED_STEPS` steps in a row have raised.
@@ -338,33 +350,44 @@ class Engine:
         else:
             self._in_flight.append((plan, launched))
 
-    def _land(self, *, built_on_failure: bool = False) -> None:
+    def _land(self, *, built_on: Exception | None = None) -> None:
         """Account for the oldest step in flight.
 
         Args:
-            built_on_failure: the step before it failed, and what becomes of this one says nothing.
+            built_on: what the step before it raised: what becomes of this one says nothing.
         """
         plan, launched = self._in_flight.popleft()
         try:
             output = launched.read()
         except Exception as error:
-            self._fail(plan, error, counts=not built_on_failure)
+            self._fail(plan, built_on or error, counts=built_on is None)
             while self._in_flight:  # to be over before anything is launched
-                self._land(built_on_failure=True)
+                self._land(built_on=built_on or error)
             return
-        if not built_on_failure:
+        if built_on is None:
             self._failed_steps = 0
+            self._scheduler.limit.step_ended()
         planned = {row.request_id: row for row in plan.rows}
         rows = {row.request_id: row for row in output.rows}
         touched: dict[str, RequestGroup] = {}
+        failed: dict[str, tuple[str, Exception | None]] = {}
         for request, token_ids in self._scheduler.update(plan, output):
             group, sequence = self._sequences[request.request_id]
+            row = rows[request.request_id]
             touched[group.request_id] = group
-            if isinstance(group, BeamGroup):
-                group.offer(request, rows[request.request_id])
+            if row.failure is not None and request.is_finished:
+                failed[group.request_id] = row.failure, None
                 continue
-            self._place_prompt_logprobs(group, planned[request.request_id], rows[request.request_id])
-            self._advance(group, sequence, token_ids, rows[request.request_id])
+            if isinstance(group, BeamGroup):
+                group.offer(request, row)
+                continue
+            try:
+                self._advance(group, sequence, planned[request.request_id], row, token_ids)
+            except Exception as error:  # of one answer's text: no other need know
+                failed[group.request_id] = f"its output raised {type(error).__name__}: {error}", error
+        for request_id, (reason, cause) in failed.items():
+            del touched[request_id]
+            self._drop(request_id, reason, cause)
         for group in touched.values():
             if isinstance(group, BeamGroup) and group.round_is_over:
                 self._next_round(group)
@@ -400,7 +423,16 @@ class Engine:
         if beams:
             group.begin_round(beams)
 
-    def _advance(self, group: RequestGroup, sequence: Sequence, token_ids: list[int], row: RowOutput) -> None:
+    def _advance(
+        self,
+        group: RequestGroup,
+        sequence: Sequence,
+        planned: PlannedRow,
+        row: RowOutput,
+        token_ids: list[int],
+    ) -> None:
+        """Add what a step sampled to an answer, which may end it."""
+        self._place_prompt_logprobs(group, planned, row)
         if token_ids and group.first_token_time is None:
             group.first_token_time = time.monotonic()
         sequence.append(token_ids, row.logprobs)
@@ -430,24 +462,43 @@ class Engine:
                 group.emit(output)
 
     def _fail(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> None:
-        self._failed_steps += counts
+        hopeless = counts and plan.num_tokens == 1 and self._scheduler.limit.exhausted
+        if isinstance(error, MemoryError) and not hopeless:
+            self._retract(plan, error, counts=counts)
+            return
+        reason = f"the step that computed it raised {type(error).__name__}: {error}"
+        if isinstance(error, MemoryError):
+            reason = f"{_NO_MEMORY}: {error}"
+        else:
+            self._failed_steps += counts
         ended = self._scheduler.fail_step(plan)
         for request_id in dict.fromkeys(self._sequences[r.request_id][0].request_id for r in ended):
-            self._drop(request_id, error)
+            self._drop(request_id, reason, error)
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
 
-    def _drop(self, request_id: str, error: Exception) -> None:
+    def _retract(self, plan: StepPlan, error: MemoryError, *, counts: bool) -> None:
+        """A step found no memory: its requests start again, in smaller steps."""
+        preempted = self._scheduler.retract_step(plan)
+        if counts:
+            tokens = self._scheduler.limit.lower(plan.num_tokens)
+            logger.warning(
+                "no memory for a step of %d tokens (%s): %d requests start again, %d tokens at a time",
+                plan.num_tokens,
+                str(error),  # a log that keeps its arguments must not keep the frames of the error
+                len(preempted),
+                tokens,
+            )
+
+    def _drop(self, request_id: str, reason: str, cause: Exception | None) -> None:
         """End a request, and its sequences that were not in the failed step, with an error."""
         group = self._groups.pop(request_id)
         for sequence in group.sequences:
             if not sequence.request.is_finished:
                 self._scheduler.abort([sequence.request.request_id])
             self._sequences.pop(sequence.request.request_id, None)
-        failure = RequestFailedError(
-            f"request {request_id} failed: the step that computed it raised {type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
+        failure = RequestFailedError(f"request {request_id} failed: {reason}")
+        failure.__cause__ = cause
         group.emit(failure)
 
     def close(self, error: Exception) -> None:
@@ -464,6 +515,10 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing done, while requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
+
+    def describe(self) -> str:
+        """The steps under way and the requests, for whoever looks for what hangs. From any thread."""
+        return self._scheduler.describe()
 
     def stats(self) -> EngineStats:
         cache, scheduler = self._cache, self._scheduler

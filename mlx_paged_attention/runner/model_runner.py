@@ -1,7 +1,7 @@
 """ModelRunner: a step plan in, sampled tokens out."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from mlx_paged_attention.runner.compiled_step import CompiledStep
 from mlx_paged_attention.runner.kv_pool import KernelPool, KVPool
 from mlx_paged_attention.runner.layout import Layout
 from mlx_paged_attention.runner.model_host import ModelCache, ModelHost
+from mlx_paged_attention.runner.out_of_memory import out_of_memory
 from mlx_paged_attention.runner.state_pool import StatePool
 from mlx_paged_attention.sampling.logprobs import token_logprobs
 from mlx_paged_attention.sampling.row import SamplingRow
@@ -29,6 +30,11 @@ from mlx_paged_attention.scheduler.step_plan import (
     StepOutput,
     StepPlan,
     TokenLogprobs,
+)
+
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity). Numbers too large for the dtype make them so, or "
+    "damaged weights: try dtype='float32', or fetch the model again"
 )
 
 
@@ -76,12 +82,24 @@ class ForwardOutput:
         return self.logits[mx.array(indices.astype(np.int32))]
 
 
-def give_up(plan: StepPlan, pool: KVPool, states: StatePool) -> None:
-    """Leave no trace of a step that failed halfway: what has started ends, the rest is forgotten."""
-    with contextlib.suppress(Exception):
-        mx.synchronize()
-    pool.discard()
-    states.drop([row.state_to for row in plan.rows])
+@contextmanager
+def all_or_nothing(plan: StepPlan, pool: KVPool, states: StatePool) -> Iterator[None]:
+    """Leave no trace of a step that fails halfway: what has started ends, the rest is forgotten.
+
+    Raises:
+        MemoryError: in place of what MLX raises for want of memory.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception):
+            mx.synchronize()
+        pool.discard()
+        states.drop([row.state_to for row in plan.rows])
+        if out_of_memory(error):
+            mx.clear_cache()
+            raise MemoryError(str(error)) from error
+        raise
 
 
 class LaunchedStep:
@@ -117,20 +135,25 @@ class LaunchedStep:
         """Wait for the step.
 
         Raises:
+            MemoryError: there was no memory for it.
             Exception: MLX's, if the step could not be computed.
         """
-        try:
-            return self._read()
-        except BaseException:
-            # Whoever keeps the exception keeps this object: it must not hold the pool's arrays.
-            self._state, self._forwards, self._pending = (), (), None
-            give_up(self._plan, self._pool, self._states)
-            raise
+        with all_or_nothing(self._plan, self._pool, self._states):
+            try:
+                return self._read()
+            except BaseException:
+                # Whoever keeps the exception keeps this object: it must not hold the pool's arrays.
+                self._state, self._forwards, self._pending = (), (), None
+                raise
 
     def _read(self) -> StepOutput:
         tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
+        failed: set[str] = set()
         if self._pending is not None:
             for request_id, result in zip(self._sampled, self._pending.read(), strict=True):
+                if not result.finite:
+                    failed.add(request_id)
+                    continue
                 self._rows[request_id].sampling.append(result.token_id)
                 tokens[request_id] = (
                     [result.token_id],
@@ -141,6 +164,9 @@ class LaunchedStep:
         prompt_logprobs = self._prompt_logprobs()
         outputs = []
         for row in self._plan.rows:
+            if row.request_id in failed:
+                outputs.append(RowOutput(row.request_id, [], failure=NOT_FINITE))
+                continue
             token_ids, logprobs = tokens.get(row.request_id, ([], None))
             of_prompt = prompt_logprobs.get(row.request_id)
             if token_ids or of_prompt is not None:
@@ -204,13 +230,18 @@ class ModelRunner:
         return self._compiled is not None
 
     def launch(self, plan: StepPlan) -> "LaunchedStep":
-        """Start a step: every row's tokens, then one new token for each row that samples."""
-        try:
-            return self._launch(plan)
-        except BaseException:
-            self._new_states = []
-            give_up(plan, self._pool, self._states)
-            raise
+        """Start a step: every row's tokens, then one new token for each row that samples.
+
+        Raises:
+            MemoryError: there was no memory for it.
+            Exception: whatever the model raises.
+        """
+        with all_or_nothing(plan, self._pool, self._states):
+            try:
+                return self._launch(plan)
+            except BaseException:
+                self._new_states = []
+                raise
 
     def _launch(self, plan: StepPlan) -> "LaunchedStep":
         forwards = self.forward(plan)

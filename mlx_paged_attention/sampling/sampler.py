@@ -25,10 +25,16 @@ Method = Literal["greedy", "unranked", "top_k", "top_p", "ranked"]
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """What one row yielded; ``logprobs`` is ``None`` unless the row asked."""
+    """What one row yielded.
+
+    Attributes:
+        logprobs: ``None`` unless the row asked.
+        finite: its likeliest logit is a number; if not, the token means nothing.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None
+    finite: bool
 
 
 def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
@@ -45,7 +51,7 @@ def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
     the next.
 
     Args:
-        logits: ``[rows, vocab]``, any floating-point type, without NaN; not changed.
+        logits: ``[rows, vocab]``, any floating-point type; not changed.
         rows: at least one, one per row of ``logits``.
     """
     assert rows, "nothing to sample"
@@ -71,9 +77,11 @@ class PendingSample:
         self._maybe_uncovered = by_method.get("top_p", [])
         self._covered: mx.array | None = None
         parts = [self._draw(method, indices) for method, indices in by_method.items()]
+        finite = [self._is_finite(*part) for part in zip(by_method.items(), parts, strict=True)]
         # Each part holds some of the rows; bring them back into the rows' order.
         order = np.argsort(np.concatenate(list(by_method.values())))
         self.token_ids = parts[0] if len(parts) == 1 else mx.concatenate(parts)[mx.array(order)]
+        self._finite = finite[0] if len(parts) == 1 else mx.concatenate(finite)[mx.array(order)]
 
         self._raw = logits
         self._scored = [i for i, row in enumerate(self._sampling) if row.logprobs is not None]
@@ -83,7 +91,8 @@ class PendingSample:
     def arrays(self) -> list[mx.array]:
         """What :meth:`read` waits for."""
         covered = [] if self._covered is None else [self._covered]
-        return [self.token_ids, *covered, *([] if self._scores is None else self._scores.arrays)]
+        scores = [] if self._scores is None else self._scores.arrays
+        return [self.token_ids, self._finite, *covered, *scores]
 
     def read(self) -> list[SampledRow]:
         """Wait for the tokens and their log-probabilities."""
@@ -95,8 +104,10 @@ class PendingSample:
             counts = [self._sampling[i].logprobs or 0 for i in self._scored]
             logprobs = dict(zip(self._scored, self._scores.read(counts), strict=True))
         return [
-            SampledRow(token_id, logprobs.get(index))
-            for index, token_id in enumerate(np.array(self.token_ids).tolist())
+            SampledRow(token_id, logprobs.get(index), finite)
+            for index, (token_id, finite) in enumerate(
+                zip(np.array(self.token_ids).tolist(), np.array(self._finite).tolist(), strict=True)
+            )
         ]
 
     def _draw(self, method: Method, indices: list[int]) -> mx.array:
@@ -114,6 +125,18 @@ class PendingSample:
             return token_ids
         candidates = draw.CANDIDATES if method == "top_k" else logits.shape[1]
         return draw.by_rank(scaled, filters, numbers, candidates)
+
+    def _is_finite(self, part: tuple[Method, list[int]], token_ids: mx.array) -> mx.array:
+        """Whether the greatest logit of each row is a number, ``[indices]`` bool.
+
+        Where the hidden state is none, no logit is, and greedy rows have found the greatest already. What is
+        drawn depends on every entry: a maximum is NaN if any entry is.
+        """
+        method, indices = part
+        logits = _rows_of(self._logits, indices)
+        if method == "greedy":
+            return mx.isfinite(mx.take_along_axis(logits, token_ids[:, None], -1).squeeze(1))
+        return mx.isfinite(mx.max(logits, axis=-1))
 
     def _draw_uncovered(self, covered: mx.array) -> None:
         uncovered = np.array(self._maybe_uncovered)[~np.array(covered)].tolist()

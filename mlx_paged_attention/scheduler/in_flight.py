@@ -1,7 +1,7 @@
 """InFlight: a plan whose output has not come back, and what must go if it never does."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
@@ -15,11 +15,13 @@ class InFlight:
     Attributes:
         requests: of its rows; an id may have been given away again meanwhile.
         published: what it was to write into published blocks: block id and digest.
+        void: requests whose rows in it mean nothing: they were built on a step that raised.
     """
 
     plan: StepPlan
     requests: dict[str, Request]
     published: list[tuple[int, bytes]]
+    void: set[Request] = field(default_factory=set)
 
     def end(self) -> None:
         """It is in flight no more."""
@@ -32,12 +34,12 @@ class InFlight:
         """Its rows' states have been computed: others may go on from them."""
         for row in self.plan.rows:
             request = self.requests[row.request_id]
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RequestStatus.RUNNING and request not in self.void:
                 manager.publish_state(request, row.start + len(row.token_ids), row.state_to)
 
 
 def unpublish_failed(
-    manager: KVCacheManager, failed: InFlight, later: Iterable[InFlight], running: Sequence[Request]
+    manager: KVCacheManager, failed: InFlight, later: Sequence[InFlight], running: Sequence[Request]
 ) -> list[Request]:
     """Make unfindable whatever a step that raised was to write.
 
@@ -84,4 +86,9 @@ def unpublish_failed(
             if found:
                 doom(request, min(found))
                 spreading = True
+    for flight in later:
+        for request in flight.requests.values():
+            # Those preempted since may have read garbage, too; they compute everything again.
+            if request.status is not RequestStatus.RUNNING or request in doomed.values():
+                flight.void.add(request)
     return list(doomed.values())

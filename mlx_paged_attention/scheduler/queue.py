@@ -1,12 +1,18 @@
 """The waiting requests, in the order in which they are admitted."""
 
 import heapq
-from collections import deque
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from itertools import islice
 from typing import Literal, Protocol
 
-from mlx_paged_attention.scheduler.request import Request
+from mlx_paged_attention.scheduler.request import Request, RequestStatus
 
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "longest_prefix"]
+
+# What is cached of a waiting request changes with every step; so many are looked up for each admission.
+_LOOKUPS = 8
 
 
 class WaitingQueue(Protocol):
@@ -30,7 +36,7 @@ class WaitingQueue(Protocol):
 
 
 class FCFSQueue:
-    """First come, first served; a preempted request goes to the front."""
+    """First come, first served; preempted requests go to the front, in order of arrival."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -39,7 +45,7 @@ class FCFSQueue:
         self._requests.append(request)
 
     def put_back(self, request: Request) -> None:
-        self._requests.appendleft(request)
+        _put_back(self._requests, request)
 
     def peek(self) -> Request:
         return self._requests[0]
@@ -80,5 +86,118 @@ class PriorityQueue:
         return len(self._heap)
 
 
-def make_waiting_queue(policy: Policy) -> WaitingQueue:
-    return PriorityQueue() if policy == "priority" else FCFSQueue()
+class LongestPrefixQueue:
+    """Most cached tokens first, then the earliest arrival; preempted requests before all others.
+
+    Finding out who is first looks up a bounded number of requests, however many wait: those that were
+    best when last looked up, and some of the others in turn.
+
+    Args:
+        cached_tokens: how many of a request's tokens are in the prefix cache now.
+        max_overtaken_seconds: whoever has waited as long goes before those with more cached tokens.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        cached_tokens: Callable[[Request], int],
+        max_overtaken_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cached_tokens = cached_tokens
+        self._max_overtaken_seconds = max_overtaken_seconds
+        self._clock = clock
+        self._preempted: deque[Request] = deque()
+        self._since: OrderedDict[Request, float] = OrderedDict()  # when they came, in this order
+        # What was found at the last lookup, the longest ago first.
+        self._cached: OrderedDict[Request, int] = OrderedDict()
+        # By cached tokens; also entries that have been overtaken by others of the same request.
+        self._heap: list[tuple[int, int, Request]] = []
+        self._first: Request | None = None
+
+    def add(self, request: Request) -> None:
+        self._since[request] = self._clock()
+        self._look_up(request)
+
+    def put_back(self, request: Request) -> None:
+        _put_back(self._preempted, request)
+        self._first = None
+
+    def peek(self) -> Request:
+        if self._preempted:
+            self._first = self._preempted[0]
+            return self._first
+        for request in list(islice(self._cached, _LOOKUPS)):
+            self._look_up(request)
+        oldest, since = next(iter(self._since.items()))
+        overdue = self._clock() - since >= self._max_overtaken_seconds
+        self._first = oldest if overdue else self._best()
+        return self._first
+
+    def pop(self) -> Request:
+        """The request that was peeked at last."""
+        request = self._first or self.peek()
+        self.remove(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        if request in self._since:
+            del self._since[request], self._cached[request]
+            self._tidy()
+        else:
+            self._preempted.remove(request)
+        self._first = None
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._since)
+
+    def _best(self) -> Request:
+        lookups = 0
+        while True:
+            cached, _, request = self._heap[0]
+            if self._cached.get(request) != -cached:
+                heapq.heappop(self._heap)
+            elif lookups == _LOOKUPS or self._look_up(request) == -cached:
+                return request
+            else:
+                lookups += 1
+
+    def _look_up(self, request: Request) -> int:
+        cached = self._cached_tokens(request)
+        if self._cached.get(request) != cached:
+            heapq.heappush(self._heap, (-cached, request.arrival_order, request))
+        self._cached[request] = cached
+        self._cached.move_to_end(request)
+        self._tidy()
+        return cached
+
+    def _tidy(self) -> None:
+        """Let go of entries that mean nothing any more, once these are the most."""
+        if len(self._heap) > 2 * len(self._cached):
+            self._heap = [
+                (-cached, request.arrival_order, request) for request, cached in self._cached.items()
+            ]
+            heapq.heapify(self._heap)
+
+
+def _put_back(requests: deque[Request], request: Request) -> None:
+    """Insert in front of all, but behind those that were put back before and arrived earlier."""
+    place = 0
+    for other in requests:
+        if other.status is not RequestStatus.PREEMPTED or other.arrival_order > request.arrival_order:
+            break
+        place += 1
+    requests.insert(place, request)
+
+
+def make_waiting_queue(
+    policy: Policy, cached_tokens: Callable[[Request], int], max_overtaken_seconds: float
+) -> WaitingQueue:
+    """A queue; the last two arguments as in :class:`LongestPrefixQueue`."""
+    match policy:
+        case "fcfs":
+            return FCFSQueue()
+        case "priority":
+            return PriorityQueue()
+        case "longest_prefix":
+            return LongestPrefixQueue(cached_tokens, max_overtaken_seconds)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.scheduler.describe import describe
 from mlx_paged_attention.scheduler.forks import Fork, Forks
 from mlx_paged_attention.scheduler.in_flight import InFlight, unpublish_failed
 from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
+from mlx_paged_attention.scheduler.step_limit import StepLimit
 from mlx_paged_attention.scheduler.step_plan import (
     UNKNOWN_TOKEN,
     NewRow,
@@ -28,6 +30,9 @@ from mlx_paged_attention.scheduler.stop import check_stop, ends_by_length
 # A request that wants log-probabilities of its prompt needs logits of every prompt token it computes:
 # 256 rows of a vocabulary of 150,000 are 150 MB.
 MAX_SCORED_TOKENS = 256
+
+# Of a step's tokens, running prompts leave at most one in so many to waiting requests.
+WAITING_SHARE = 4
 
 
 @dataclass(slots=True)
@@ -52,8 +57,11 @@ class Scheduler:
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most tokens computed in one step.
         max_model_len: longest sequence, prompt and output, in tokens.
-        policy: who is served first and preempted last: ``"fcfs"`` by order of arrival,
-            ``"priority"`` by lowest ``Request.priority``, then earliest ``Request.arrival_time``.
+        policy: who is served first: ``"fcfs"`` by order of arrival, ``"priority"`` by lowest
+            ``Request.priority``, then earliest ``Request.arrival_time``, ``"longest_prefix"`` by most
+            tokens in the prefix cache. Under ``"priority"`` the last of them is preempted first, else
+            whoever was admitted last.
+        max_overtaken_seconds: under ``"longest_prefix"``, how long a waiting request may be overtaken.
         long_prefill_token_threshold: most tokens one request computes per step; 0 is no limit.
         enable_chunked_prefill: spread a prompt over steps when it exceeds the budget left.
     """
@@ -66,6 +74,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         policy: Policy = "fcfs",
+        max_overtaken_seconds: float = 5.0,
         long_prefill_token_threshold: int = 0,
         enable_chunked_prefill: bool = True,
     ) -> None:
@@ -90,7 +99,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.policy = policy
         self.running: list[Request] = []
-        self.waiting = make_waiting_queue(policy)
+        self.waiting = make_waiting_queue(policy, manager.estimate_hit, max_overtaken_seconds)
         self.num_preemptions = 0
         self.num_steps = 0
         self._threshold = long_prefill_token_threshold or max_num_batched_tokens
@@ -101,6 +110,7 @@ class Scheduler:
         self._in_flight: dict[int, InFlight] = {}
         self._forks = Forks()
         self._entering: set[str] = set()  # running requests that no plan has named yet
+        self.limit = StepLimit(max_num_batched_tokens)
 
     @property
     def num_running(self) -> int:
@@ -270,32 +280,40 @@ class Scheduler:
 
         Returns:
             For every output row of a request that was still alive, in plan order, the request and
-            its accepted tokens: those up to the one that ends it, and none if the row was
-            overtaken by a recomputation after a preemption, or others choose its tokens.
+            its accepted tokens: those up to the one that ends it, and none if the row failed, which
+            ends the request with ``"error"``, or was overtaken by a recomputation after a preemption,
+            or others choose its tokens. Rows that are to be computed again are left out.
 
         Raises:
             ValueError: the output is not this plan's: another step, or a sampled token is missing.
         """
         if output.step != plan.step:
             raise ValueError(f"output of step {output.step} given for the plan of step {plan.step}")
-        requests = self._in_flight[plan.step].requests
+        flight = self._in_flight[plan.step]
+        requests = flight.requests
         planned = {row.request_id: row for row in plan.rows}
         missing = {key for key, row in planned.items() if row.sample and not requests[key].is_finished}
-        missing.difference_update([row.request_id for row in output.rows if row.token_ids])
+        missing.difference_update([row.request_id for row in output.rows if row.token_ids or row.failure])
         if missing:
             raise ValueError(f"step {plan.step} sampled no token for {sorted(missing)}")
-        flight = self._in_flight.pop(plan.step)
+        del self._in_flight[plan.step]
         flight.end()
         flight.publish_states(self.manager)
         results = []
         for row_output in output.rows:
             request, row = requests[row_output.request_id], planned[row_output.request_id]
-            if request.is_finished:
+            if request.is_finished or request in flight.void:
                 continue
-            accepted = []
+            accepted: list[int] = []
             # A request preempted in flight may have been planned again before this came back;
             # whichever output comes first fills the position.
-            if row.start + len(row.token_ids) == request.num_tokens and not request.is_steered:
+            fills = row.start + len(row.token_ids) == request.num_tokens
+            if row_output.failure is not None:
+                if not fills or request.status is not RequestStatus.RUNNING:
+                    continue
+                self.manager.condemn(request)
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+            elif fills and not request.is_steered:
                 for token_id in row_output.token_ids:
                     request.append_token(token_id)
                     accepted.append(token_id)
@@ -312,11 +330,26 @@ class Scheduler:
         Ends its requests, and any other that found such blocks since, with ``"error"``, and makes
         the blocks unfindable. Returns the requests ended.
         """
+        doomed = self._spoiled_by(plan)
+        return self._finish_all([request.request_id for request in doomed], RequestStatus.FINISHED_ERROR)
+
+    def retract_step(self, plan: StepPlan) -> list[Request]:
+        """Cleans up after a step that raised, as ``fail_step``, but has its requests start again.
+
+        Returns those preempted.
+        """
+        doomed = self._spoiled_by(plan)
+        preempted = [request for request in self.running if request in doomed]
+        for request in reversed(preempted):  # so that they wait in the order in which they ran
+            self._preempt(request)
+        return preempted
+
+    def _spoiled_by(self, plan: StepPlan) -> list[Request]:
+        """Makes unfindable what a step that raised was to write; the requests whose blocks hold it."""
         failed = self._in_flight.pop(plan.step)
         failed.end()
         later = [flight for step, flight in self._in_flight.items() if step > plan.step]
-        doomed = unpublish_failed(self.manager, failed, later, self.running)
-        return self._finish_all([request.request_id for request in doomed], RequestStatus.FINISHED_ERROR)
+        return unpublish_failed(self.manager, failed, later, self.running)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets every published block.
@@ -332,11 +365,18 @@ class Scheduler:
                 self._preempt(request)
         return self.manager.reset_prefix_cache()
 
+    def describe(self) -> str:
+        """What is in flight, running and waiting, a line each. From any thread, if this one hangs."""
+        running = list(self.running)
+        waiting = [request for request in list(self._requests.values()) if request not in running]
+        return describe([flight.plan for flight in list(self._in_flight.values())], running, waiting)
+
     # Inside a step
 
     def _schedule_running(self, shares: dict[str, _Scheduled], ahead: bool) -> tuple[int, bool]:
         """Returns the budget left and whether anything was preempted."""
-        budget = self.max_num_batched_tokens
+        budget = self.limit.apply(self.max_num_batched_tokens)
+        kept = self._kept_for_waiting(budget)
         before = self.num_preemptions
         allocate = self.manager.allocate_slots
         index = 0
@@ -351,6 +391,12 @@ class Scheduler:
                     continue
                 num_tokens = 1
             else:
+                if self._chunked:
+                    # A prompt leaves a token to each request after it, and something to those that wait,
+                    # unless it ends with this step.
+                    most = max(1, budget - (len(self.running) - index - 1))
+                    ends = start + num_tokens == len(request.token_ids) and num_tokens <= most
+                    num_tokens = num_tokens if ends else max(1, min(num_tokens, most - kept))
                 num_tokens = self.manager.chunk_end(request, start, start + num_tokens) - start
             write_from = max(start, self.manager.num_slots(request.request_id))
             new_block_ids = allocate(request, num_tokens)
@@ -378,12 +424,13 @@ class Scheduler:
     def _schedule_waiting(self, shares: dict[str, _Scheduled], budget: int) -> list[NewRow]:
         """Admits waiting requests as far as budget, seats and blocks allow."""
         new: list[NewRow] = []
-        if not self.waiting or budget == 0 or len(self.running) >= self.max_num_seqs:
+        seats = self.limit.apply(self.max_num_seqs)
+        if not self.waiting or budget == 0 or len(self.running) >= seats:
             return new
         manager = self.manager
         # Blocks that running prompts have yet to take. Admitting into them would only preempt later.
         reserved = sum(manager.num_missing_blocks(request) for request in self.running)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < seats:
             request = self.waiting.peek()
             hit = manager.get_computed_blocks(request)
             if manager.snapshot_is_coming(request, hit, self.running):
@@ -413,7 +460,7 @@ class Scheduler:
         return new
 
     def _start_forks(self) -> None:
-        for fork in self._forks.take_ready(self.max_num_seqs - len(self.running)):
+        for fork in self._forks.take_ready(self.limit.apply(self.max_num_seqs) - len(self.running)):
             child = fork.child
             if not self.manager.holds_window(fork.parent.request_id, fork.num_tokens - 1):
                 self.waiting.add(child)  # the parent has gone on without it, and its windows have moved
@@ -422,6 +469,20 @@ class Scheduler:
             child.admit(min(fork.num_tokens, child.num_tokens - 1))
             self.running.append(child)
             self._entering.add(child.request_id)
+
+    def _kept_for_waiting(self, budget: int) -> int:
+        """Tokens of a step that running prompts leave to those that are next to be admitted.
+
+        So the first token of a short prompt does not wait for the end of a long one.
+        """
+        if not self._chunked or not self.waiting or len(self.running) >= self.limit.apply(self.max_num_seqs):
+            return 0
+        first = self.waiting.peek()
+        free = self.manager.num_free_blocks - sum(map(self.manager.num_missing_blocks, self.running))
+        if self.manager.num_missing_blocks(first) > free:
+            return 0
+        share = budget // WAITING_SHARE
+        return share if len(self.waiting) > 1 else min(first.num_tokens, share)
 
     def _step_limit(self, request: Request) -> int:
         """Most tokens the request computes in one step."""

@@ -112,12 +112,14 @@ class RowOutput(msgspec.Struct, frozen=True):
         logprobs: one entry per sampled token, or ``None`` if not asked for.
         prompt_logprobs: entries for the prompt positions ``start + 1`` ... that this step's
             logits score, or ``None`` if not asked for.
+        failure: why this row, and none but it, could not be sampled; ``None`` if it could.
     """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    failure: str | None = None
 
 
 class StepOutput(msgspec.Struct, frozen=True):

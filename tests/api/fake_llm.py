@@ -86,6 +86,7 @@ class FakeLLM:
         self.generation_config = generation_config or {}
         self.step_time, self.first_step, self.fail_after = step_time, first_step, fail_after
         self.dead_reason: str | None = None
+        self.stalled_reason: str | None = None
         self.active: set[str] = set()
         self.aborted = 0
         self.ending = False

@@ -75,6 +75,8 @@ def test_every_engine_flag_arrives(
         "block_size": ("8", 8),
         "kv_memory": ("2MiB", 2 << 20),
         "scheduling_policy": ("priority", "priority"),
+        "max_overtaken_seconds": ("2.5", 2.5),
+        "watchdog_seconds": ("60", 60.0),
         "seed": ("5", 5),
         "device": ("cpu", "cpu"),
         "enable_prefix_caching": (None, False),

@@ -118,6 +118,23 @@ async def test_a_dead_engine_is_a_503_everywhere(stream: bool) -> None:
             assert error_of(response)["code"] == "engine_dead"
 
 
+async def test_an_engine_that_hangs_turns_health_red_and_green_again(
+    client: httpx.AsyncClient, llm: FakeLLM
+) -> None:
+    llm.stalled_reason = "no step has ended for 300 s"
+    for path in ("/health", "/ping"):
+        response = await client.get(path)
+        assert response.status_code == 503
+        assert error_of(response) == {
+            "message": "no step has ended for 300 s",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_stalled",
+        }
+    llm.stalled_reason = None
+    assert (await client.get("/health")).status_code == 200
+
+
 async def test_an_engine_that_dies_ends_running_requests_with_an_error() -> None:
     """ml-explore/mlx-lm#1505"""
     llm = FakeLLM(fail_after=3)

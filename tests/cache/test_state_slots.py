@@ -212,3 +212,28 @@ def test_a_prompt_waits_for_the_snapshot_that_an_equal_one_is_about_to_make():
         scheduler.update(plan, runner.run(plan))
         manager.check()
     assert computed == [("0", 16), ("0", 3), ("1", 3), ("2", 3)]
+
+
+def test_snapshots_that_are_forgotten_are_not_found_and_whoever_holds_one_alone_goes_on_in_it(slots):
+    enter(slots, "a")
+    compute(slots, "a", 4)
+    compute(slots, "a", 8)
+    assert slots.find(keys(2)) == (2, 2)
+    slots.forget(keys(2))
+    slots.check()
+    assert slots.find(keys(2)) == (0, 0)
+    assert slots.plan("a", 9) == (2, 2)
+    slots.check()
+
+
+def test_a_snapshot_of_two_sequences_is_forgotten_when_the_last_one_asks(slots):
+    enter(slots, "a")
+    _, slot = compute(slots, "a", 4)
+    enter(slots, "b", slot)
+    slots.forget(keys(1))
+    slots.check()
+    assert slots.find(keys(1)) == (1, slot)
+    slots.free("b")
+    slots.forget(keys(1))
+    slots.check()
+    assert slots.find(keys(1)) == (0, 0)

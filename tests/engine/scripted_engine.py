@@ -73,6 +73,7 @@ class ScriptedRunner:
         logprob: of every sampled token, by scheduler request id.
         failures: exceptions to raise in the next steps; ``None`` lets a step pass.
         fails_when_read: raise them when the step is read, not when it is launched.
+        fails_rows: by scheduler request id, the position of the output token that cannot be sampled.
         runs_ahead: as a runner on a GPU says.
     """
 
@@ -82,6 +83,7 @@ class ScriptedRunner:
         self.answers: dict[str, list[int]] = {}
         self.logprob: dict[str, float] = {}
         self.failures: list[BaseException | None] = []
+        self.fails_rows: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.fake: FakeRunner | None = None
         self._known: dict[str, tuple[int, RowSampling, list[int]]] = {}
@@ -112,6 +114,11 @@ class ScriptedRunner:
                 position = planned.start + len(planned.token_ids) - prompt_length
                 sampled = [self.answers[planned.request_id][position]]
                 self.fake.sampled[planned.request_id] = sampled[0]
+            if planned.sample and planned.request_id in self.fails_rows:
+                position = planned.start + len(planned.token_ids) - prompt_length
+                if position == self.fails_rows[planned.request_id]:
+                    outputs.append(RowOutput(planned.request_id, [], failure="planted"))
+                    continue
             logprobs = prompt_logprobs = None
             if sampling.logprobs is not None and sampled:
                 value = self.logprob.get(planned.request_id, -1.0)

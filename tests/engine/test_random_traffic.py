@@ -30,7 +30,7 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
     name = rng.choice(MODELS)
     block_size = rng.choice([1, 3, 4, 16])
     tokens = rng.choice([3, 8, 30, 100])
-    policy = rng.choice(["fcfs", "priority"])
+    policy = rng.choice(["fcfs", "priority", "longest_prefix"])
     async with AsyncLLM(
         model=str(tiny_model(name)),
         skip_tokenizer_init=True,
@@ -38,7 +38,7 @@ async def test_every_request_gets_what_it_would_get_alone(tiny_model, oracle, se
         num_blocks=rng.randint(60, 200) // block_size + 2,
         max_num_seqs=rng.randint(1, min(tokens, 8)),
         max_num_batched_tokens=tokens,
-        enable_prefix_caching=rng.random() < 0.8,
+        enable_prefix_caching=policy == "longest_prefix" or rng.random() < 0.8,
         scheduling_policy=policy,
     ) as llm:
         shuffle_free_blocks(llm, seed)

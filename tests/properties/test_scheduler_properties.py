@@ -36,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             {
                 "max_num_seqs": st.integers(1, 5),
                 "max_num_batched_tokens": st.sampled_from([5, 8, 16, 64]),
-                "policy": st.sampled_from(["fcfs", "priority"]),
+                "policy": st.sampled_from(["fcfs", "priority", "longest_prefix"]),
                 "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
                 "enable_chunked_prefill": st.booleans(),
             }
@@ -193,13 +193,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.update(plan, self.runner.run(plan))
 
     @precondition(lambda self: self.in_flight)
-    @rule()
-    def break_a_step(self) -> None:
+    @rule(start_again=st.booleans())
+    def break_a_step(self, start_again: bool) -> None:
         plan = self.in_flight.popleft()
         self.runner.fail(plan)
-        self.scheduler.fail_step(plan)
+        if start_again:
+            for request in self.scheduler.retract_step(plan):
+                assert request.status is RequestStatus.PREEMPTED
+        else:
+            self.scheduler.fail_step(plan)
         # Those ended or preempted before may have rows in the next plan that read the garbage, for nobody.
-        self.runner.forget(r.request_id for r in self.requests if r.status is not RequestStatus.RUNNING)
+        idle = [r.request_id for r in self.requests if r.status is not RequestStatus.RUNNING]
+        self.runner.forget(idle, self.in_flight)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -253,7 +253,7 @@ def test_a_model_that_raises_leaves_the_seam_clean_and_the_next_step_right(loade
     plan = driver.plan(a=20)
     with monkeypatch.context() as patch:
         patch.setattr(llama, "scaled_dot_product_attention", raising)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(MemoryError, match="out of memory"):
             driver.runner.launch(plan).read()
     assert not seam.waiting_for_attention
     assert loaded[0].context.batch is None
@@ -287,7 +287,7 @@ def test_nothing_of_a_step_that_failed_is_written_later(loaded, monkeypatch):
     plan = driver.plan(b=1)
     with monkeypatch.context() as patch:
         patch.setattr(llama, "scaled_dot_product_attention", raising)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(MemoryError, match="out of memory"):
             driver.runner.launch(plan).read()
     driver.runner._pool.flush()
     for layer, keys in zip(layers, before, strict=True):

@@ -239,3 +239,25 @@ def test_launch_does_not_write_its_logits_or_rows():
     pending.read()
     np.testing.assert_array_equal(np.array(logits), before)
     assert [row.output_token_ids for row in rows] == [[2], [2]]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 1000, 49152])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"top_k": 3}]
+)
+def test_rows_whose_logits_are_no_numbers_are_told_from_the_others(options, vocab, dtype):
+    logits = np.random.default_rng(1).normal(size=(8, vocab)).astype(np.float32)
+    logits[3] = np.nan
+    logits[1, 0] = np.nan
+    if options.get("temperature") != 0:  # of a greedy row, only the likeliest token matters
+        logits[2, -1] = np.nan
+    else:
+        logits[2, -1] = np.inf
+    logits[4, vocab // 2] = np.inf
+    logits[5] = -np.inf
+    logits[6, 1:] = -np.inf  # a mask of the model's own
+    rows = [make_row([1], [], **options) for _ in logits]
+    sampled = launch(mx.array(logits).astype(dtype), rows).read()
+    assert [row.finite for row in sampled] == [True, False, False, False, False, False, True, True]
+    assert all(0 <= row.token_id < vocab for row in sampled)

@@ -89,8 +89,22 @@ class EngineFlags(ModelFlags):
     ] = None
     enable_prefix_caching: Annotated[bool, _flag("Reuse the KV blocks of equal prompt prefixes.")] = True
     scheduling_policy: Annotated[
-        SchedulingPolicy, _flag("Who is served first: fcfs, or priority (lower value first).")
+        SchedulingPolicy,
+        _flag(
+            "Who is served first: fcfs, priority (lower value first), or longest_prefix (most tokens in the "
+            "prefix cache first)."
+        ),
     ] = "fcfs"
+    max_overtaken_seconds: Annotated[
+        float, _flag("Under longest_prefix: how long a waiting request may be overtaken.")
+    ] = 5.0
+    watchdog_seconds: Annotated[
+        float,
+        _flag(
+            "No step ends for so long: what hangs is logged, /health turns red; after twice as long the "
+            "engine is given up. 0 never."
+        ),
+    ] = 300.0
     seed: Annotated[int | None, _flag("Makes runs repeatable; without it one is drawn.")] = None
     skip_tokenizer_init: Annotated[
         bool, _flag("Serve token ids only, for models without a tokenizer.", negative="", show_default=False)

@@ -5,6 +5,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged_attention import __version__
+from mlx_paged_attention.api.server.errors import ApiError
 from mlx_paged_attention.api.server.serving import Serving
 
 router = APIRouter()
@@ -13,9 +14,11 @@ router = APIRouter()
 @router.get("/health")
 @router.get("/ping")
 async def health(request: Request) -> Response:
-    """200 while requests can be served; 503 with the reason once the engine is dead."""
+    """200 while requests can be served; 503 with the reason once the engine is dead, or while it hangs."""
     serving: Serving = request.app.state.serving
     serving.require_engine()
+    if (reason := serving.llm.stalled_reason) is not None:
+        raise ApiError(503, reason, code="engine_stalled")
     return Response()
 
 
