@@ -1,22 +1,22 @@
 """GroupTable and RequestTable: the blocks that a request holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_paged_attention.cache.block import Block
 from mlx_paged_attention.cache.block_need import BlockNeed
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOnWrite:
-    """Blocks of a request's tables that others hold, too, and in whose place it got blocks of its own.
+@dataclass(slots=True)
+class TableChanges:
+    """What an allocation changed in tables beside appending to them.
 
     Attributes:
-        index: in the tables.
-        pairs: for each layer group, source and target of what is to be copied before anything is written.
+        copies: sources and targets of blocks to copy before anything is written.
+        indices: where other blocks stand than before.
     """
 
-    index: int
-    pairs: list[tuple[int, int]]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -58,13 +58,13 @@ class RequestTable:
 
     Attributes:
         num_slots: tokens it has room assigned for.
-        copied: what the last allocation copied.
+        changes: by the last allocation.
         forked: blocks that were not published then are, or were, another's, too.
     """
 
     groups: list[GroupTable]
     num_slots: int = 0
-    copied: CopyOnWrite | None = None
+    changes: TableChanges = field(default_factory=TableChanges)
     forked: bool = False
 
     @property

@@ -8,8 +8,9 @@ from mlx_paged_attention.cache.block_contents import BlockContents
 from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.cache.block_pool import BlockPool
+from mlx_paged_attention.cache.duplicates import Duplicate, fold
 from mlx_paged_attention.cache.events import CacheEvent
-from mlx_paged_attention.cache.group_table import CopyOnWrite, GroupTable, RequestTable
+from mlx_paged_attention.cache.group_table import GroupTable, RequestTable, TableChanges
 from mlx_paged_attention.cache.hit_rate import HitRateWindow
 from mlx_paged_attention.cache.prefix_hit import CachedRequest, PrefixCacheStats, PrefixHit
 from mlx_paged_attention.cache.prefix_lookup import find_prefix, group_hash
@@ -33,6 +34,7 @@ class KVCacheManager:
             without writing it; ``"recompute_block"`` computes its last block into a new block.
         partial_hits: find prefixes that end within a block, too, which is then copied; not if they
             share less than a quarter of it. Not with windows or several groups.
+        fold_duplicates: give a block back where another of the same contents was published before it.
         windows: of each layer group; ``None`` looks back on everything.
         max_step_tokens: most tokens of one request in a step; needed if there are windows.
         states: the slots of recurrent layers' states, for a model that has such layers.
@@ -49,6 +51,7 @@ class KVCacheManager:
         root_hash: bytes,
         full_hit: FullHit = "one_token",
         partial_hits: bool = False,
+        fold_duplicates: bool = False,
         windows: Sequence[int | None] = (None,),
         max_step_tokens: int = 0,
         states: StateSlots | None = None,
@@ -73,6 +76,8 @@ class KVCacheManager:
         self._full_hit = full_hit
         self._tables: dict[str, RequestTable] = {}
         self._published: list[tuple[int, bytes]] = []
+        self._fold_duplicates = fold_duplicates
+        self._duplicates: dict[str, list[Duplicate]] = {}
 
     @property
     def num_usable_blocks(self) -> int:
@@ -171,7 +176,7 @@ class KVCacheManager:
 
         The blocks are published before they are written: whoever finds them must run after the
         step that writes them, or later in the same step. Of a block that forks share, and that is to be
-        written, the request gets a copy in its place, see :meth:`take_copied`.
+        written, the request gets a copy in its place, see :meth:`take_changes`.
 
         Args:
             hit: what ``get_computed_blocks`` found; only for a request that holds no blocks. The
@@ -226,7 +231,10 @@ class KVCacheManager:
                 self._record_lookup(request, hit)
             added = 0
         else:
-            table.copied = None
+            table.changes = TableChanges()
+            duplicates = self._duplicates.pop(request.request_id, ())
+            if duplicates:
+                table.changes.indices += fold(pool, duplicates, {block_id for block_id, _ in self._published})
         if partial is not None:
             self._make_writable(table, partial)
         if num_new_blocks:
@@ -251,30 +259,30 @@ class KVCacheManager:
         first = table.groups[0].blocks[index]
         if first.ref_count == 1 and first.block_hash is None:  # as in all other groups
             return
-        pairs = []
+        copies = table.changes.copies
         for group in table.groups:
             partial = group.blocks[index]
             if partial.ref_count > 1:
                 (own,) = self.pool.get_new_blocks(1)
                 group.blocks[index] = own
                 self.pool.free_blocks([partial])
-                pairs.append((partial.block_id, own.block_id))
+                copies.append((partial.block_id, own.block_id))
             elif partial.block_hash is not None:  # by the other side of a fork, which is gone
                 self.pool.unpublish([partial.block_id])
-        if pairs:
-            assert len(pairs) == len(table.groups), "groups are shared by the same requests"
-            table.copied = CopyOnWrite(index, pairs)
-            self.num_copies += len(pairs)
+        if copies:
+            assert len(copies) == len(table.groups), "groups are shared by the same requests"
+            table.changes.indices.append(index)
+            self.num_copies += len(copies)
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that the request has been given room for."""
         return self._tables[request_id].num_slots
 
-    def take_copied(self, request_id: str) -> CopyOnWrite | None:
-        """What the request's last allocation copied; once."""
+    def take_changes(self, request_id: str) -> TableChanges:
+        """What the request's last allocation changed; once."""
         table = self._tables[request_id]
-        copied, table.copied = table.copied, None
-        return copied
+        changes, table.changes = table.changes, TableChanges()
+        return changes
 
     def fork(self, request_id: str, child_id: str, num_tokens: int) -> None:
         """Give a new request the blocks of another's first ``num_tokens`` tokens. Nothing is copied.
@@ -378,6 +386,7 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back; published ones can be found until they are reused."""
         table = self._tables.pop(request_id, None)
+        self._duplicates.pop(request_id, None)
         if table is not None:
             # By position, so that of a prefix for which all groups are needed the end is reused first.
             columns = zip(*(group.blocks for group in table.groups), strict=True)
@@ -478,6 +487,12 @@ class KVCacheManager:
         if not hashes:
             return
         blocks = group.blocks[first:num_full]
+        if self._fold_duplicates:
+            self._duplicates.setdefault(request.request_id, []).extend(
+                Duplicate(group, i, block, key)
+                for i, (block, key) in enumerate(zip(blocks, hashes, strict=True), first)
+                if self.pool.get_cached_block(key) is not None
+            )
         self.pool.publish(
             blocks,
             hashes,

@@ -91,6 +91,7 @@ class Engine:
             enable_caching=config.enable_prefix_caching,
             root_hash=root_hash(fingerprint),
             partial_hits=True,
+            fold_duplicates=True,
             windows=info.windows,
             max_step_tokens=info.max_num_batched_tokens,
             states=StateSlots(info.num_states, info.block_size) if info.num_states else None,

@@ -238,16 +238,18 @@ class Scheduler:
         for share in shares.values():
             request, start = share.request, share.request.num_computed_tokens
             end = start + share.num_tokens
-            copied = self.manager.take_copied(request.request_id)
-            if copied is not None:
-                copies += copied.pairs
+            changed = self.manager.take_changes(request.request_id)
+            copies += changed.copies
             if request.request_id in self._entering:
                 self._entering.remove(request.request_id)
                 new.append(_new_row(request))
                 share.new_block_ids = self.manager.block_ids(request.request_id)
-            elif copied is not None:
-                targets = [target for _, target in copied.pairs]
-                changes.append(TableChange(request.request_id, copied.index, targets))
+            elif changed.indices:
+                tables = self.manager.tables(request.request_id)
+                changes += [
+                    TableChange(request.request_id, index, [ids[index] for ids in tables])
+                    for index in changed.indices
+                ]
             if share.copy is not None:
                 copies.append(share.copy)
             sample = end >= len(request.token_ids)

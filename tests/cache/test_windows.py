@@ -300,11 +300,10 @@ def test_a_fork_shares_every_group_and_copies_one_block_of_each() -> None:
     child = request_of(manager, "child", [*range(9), 50])
     child.num_computed_tokens = 9
     assert manager.allocate_slots(child, 1) == []
-    copied = manager.take_copied("child")
-    assert copied is not None
+    changes = manager.take_changes("child")
     own = manager.tables("child")
-    assert copied.index == 4
-    assert copied.pairs == [(table[4], mine[4]) for table, mine in zip(tables, own, strict=True)]
+    assert changes.indices == [4]
+    assert changes.copies == [(table[4], mine[4]) for table, mine in zip(tables, own, strict=True)]
     assert manager.tables("parent") == tables
     manager.check()
 

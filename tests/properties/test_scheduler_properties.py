@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "enable_caching": st.sampled_from([True, True, False]),
                 "full_hit": st.sampled_from(["one_token", "recompute_block"]),
                 "partial_hits": st.booleans(),
+                "fold_duplicates": st.booleans(),
             }
         ),
         options=st.fixed_dictionaries(
