@@ -77,9 +77,9 @@ def paged(lengths: Lengths, block_size: int, slots: int) -> Held:
         scheduler.update(plan, StepOutput(plan.step, rows))
         if plan.step % 4 == 0:
             given = (manager.num_usable_blocks - manager.num_free_blocks) * block_size
-            empty = map_blocks(manager.pool.blocks, manager.tables(), block_size).empty_slots
+            empty = map_blocks(manager.pool.blocks, manager.held_tables()).empty_slots
             samples.append((scheduler.num_running, given - empty, given))
-    return Held.of(samples[len(samples) // 4 :], slots)  # not while it fills
+    return Held.of(samples[len(samples) // 2 :], slots)  # once requests of all ages are in it
 
 
 def reserved(lengths: Lengths, slots: int, *, exact: bool) -> Held:
@@ -146,7 +146,7 @@ def largest_padded(lengths: Lengths, slots: int) -> tuple[int, Held]:
             if sample[2] > slots:
                 return None
             samples.append(sample)
-        return Held.of(samples[len(samples) // 4 :], slots)
+        return Held.of(samples[len(samples) // 2 :], slots)
 
     least = slots // LONGEST  # these cannot exceed it
     most, held = 2 * least, fits(least)

@@ -16,11 +16,11 @@ MAX_OWNERS = 8
 
 @dataclass(frozen=True, slots=True)
 class HeldTable:
-    """A request's block table: its blocks, and how many slots of them it has filled."""
+    """The blocks that a request holds for one layer group; ``empty_slots`` of the last one have no token yet."""
 
     request_id: str
     blocks: Sequence[Block]
-    num_slots: int
+    empty_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class BlockMap:
     empty_slots: int
 
 
-def map_blocks(blocks: Sequence[Block], tables: Iterable[HeldTable], block_size: int) -> BlockMap:
+def map_blocks(blocks: Sequence[Block], tables: Iterable[HeldTable]) -> BlockMap:
     """Look at a pool; O(blocks + entries of all tables).
 
     Args:
         blocks: of the pool, by id.
-        tables: of all requests; a request may have several.
+        tables: of all requests.
     """
     owners: dict[int, tuple[str, ...]] = {}
     empty: dict[int, int] = {}  # by last block: forks that share one share its empty slots
@@ -78,8 +78,7 @@ def map_blocks(blocks: Sequence[Block], tables: Iterable[HeldTable], block_size:
                 owners[block.block_id] = (*known, table.request_id)
         if table.blocks:
             last = table.blocks[-1].block_id
-            left = len(table.blocks) * block_size - table.num_slots
-            empty[last] = min(empty.get(last, block_size), left)
+            empty[last] = min(empty.get(last, table.empty_slots), table.empty_slots)
 
     runs = _runs(blocks, owners)
     counts = [block.ref_count for block in blocks if block.ref_count > 1 and not block.is_null]

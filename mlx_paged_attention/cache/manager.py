@@ -118,7 +118,8 @@ class KVCacheManager:
         """The block tables of each request that holds some, one for each layer group."""
         for request_id, table in self._tables.items():
             for group in table.groups:
-                yield HeldTable(request_id, group.blocks, table.num_slots)
+                empty = len(group.blocks) * self.block_size - table.num_slots
+                yield HeldTable(request_id, group.held, empty)
 
     def get_computed_blocks(self, request: CachedRequest) -> PrefixHit:
         """The longest published prefix of the request's tokens. Takes nothing."""

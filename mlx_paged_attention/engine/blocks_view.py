@@ -25,7 +25,7 @@ class RequestView:
         output_tokens: generated so far.
         computed_tokens: of both, those whose keys and values are in its blocks.
         cached_tokens: prompt tokens that were found in the prefix cache.
-        blocks: in its table.
+        blocks: that it holds, of all layer groups.
         empty_slots: in the last of them, that no token has yet.
         preemptions: how often it lost its blocks.
     """
@@ -87,12 +87,11 @@ def view_blocks(
         copies: blocks copied so far.
     """
     tables = list(cache.held_tables())
-    blocks = map_blocks(cache.pool.blocks, tables, cache.block_size)
+    blocks = map_blocks(cache.pool.blocks, tables)
     held: dict[str, tuple[int, int]] = {}
     for table in tables:
         count, empty = held.get(table.request_id, (0, 0))
-        left = len(table.blocks) * cache.block_size - table.num_slots
-        held[table.request_id] = (count + len(table.blocks), empty + left)
+        held[table.request_id] = (count + len(table.blocks), empty + table.empty_slots)
     now = time.monotonic()
     # Sorting is stable: in each part the earlier arrival stays first.
     ordered = sorted(requests, key=lambda request: request.status is not RequestStatus.RUNNING)

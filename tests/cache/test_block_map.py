@@ -25,8 +25,8 @@ def test_each_block_is_told_with_its_state_and_its_owners():
     publish(pool, [*shared, *gone], "prefix")
     pool.touch(shared)
     pool.free_blocks(gone)
-    tables = [HeldTable("one", [*shared, *one], 9), HeldTable("two", [*shared, *two], 16)]
-    told = map_blocks(pool.blocks, tables, SIZE)
+    tables = [HeldTable("one", [*shared, *one], 3), HeldTable("two", [*shared, *two], 0)]
+    told = map_blocks(pool.blocks, tables)
     assert told.runs == (
         BlockRun(0, 1, "null"),
         BlockRun(1, 2, "shared", ("one", "two"), 2),
@@ -43,8 +43,8 @@ def test_forks_that_share_a_half_filled_block_share_its_empty_slots():
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(2)
     pool.touch(blocks)
-    tables = [HeldTable(name, blocks, 5) for name in ("parent", "child")]
-    assert map_blocks(pool.blocks, tables, SIZE).empty_slots == 3
+    tables = [HeldTable(name, blocks, 3) for name in ("parent", "child")]
+    assert map_blocks(pool.blocks, tables).empty_slots == 3
 
 
 def test_many_owners_are_counted_and_the_first_named():
@@ -52,7 +52,7 @@ def test_many_owners_are_counted_and_the_first_named():
     (block,) = pool.get_new_blocks(1)
     for _ in range(99):
         pool.touch([block])
-    told = map_blocks(pool.blocks, [HeldTable(str(i), [block], SIZE) for i in range(100)], SIZE)
+    told = map_blocks(pool.blocks, [HeldTable(str(i), [block], 0) for i in range(100)])
     assert told.runs[1] == BlockRun(1, 1, "shared", tuple("01234567"), 100)
     assert told.saved_blocks == 99
 
@@ -62,7 +62,7 @@ def test_a_scattered_pool_is_cut_and_says_so(monkeypatch, most):
     monkeypatch.setattr(block_map, "MAX_RUNS", most)
     pool = BlockPool(8)
     blocks = pool.get_new_blocks(7)
-    told = map_blocks(pool.blocks, [HeldTable(str(i), [b], SIZE) for i, b in enumerate(blocks)], SIZE)
+    told = map_blocks(pool.blocks, [HeldTable(str(i), [b], 0) for i, b in enumerate(blocks)])
     assert len(told.runs) == min(most, 8)
     assert sum(run.count for run in told.runs) + told.blocks_left_out == 8
     assert told.runs == tuple(
@@ -71,4 +71,4 @@ def test_a_scattered_pool_is_cut_and_says_so(monkeypatch, most):
 
 
 def test_a_pool_of_the_null_block_alone_can_be_told():
-    assert map_blocks(BlockPool(1).blocks, [], SIZE).runs == (BlockRun(0, 1, "null"),)
+    assert map_blocks(BlockPool(1).blocks, []).runs == (BlockRun(0, 1, "null"),)
