@@ -7,7 +7,7 @@
   scheduler alone, and at 16 as ``LLM.blocks()`` sees it in the engine.
 * held: requests that run at once in a fixed memory: this scheduler, memory reserved per request, and mlx-lm's
   BatchGenerator, whose arrays are asked for their size.
-* sharing: blocks saved by several answers (n) to one prompt.
+* sharing: blocks saved by several answers (n) to one prompt, and by the beams of a search.
 * ttft: time to the first token behind a prefix of 2,000 tokens, cold and warm.
 * context: the longest prompt and answer in a GiB for 1, 4 and 16 users, here and with mlx-lm; three of these
   points really run.
@@ -95,18 +95,23 @@ def held_table(result: Result) -> list[str]:
 
 
 def sharing(quick: bool) -> Result:
-    lengths = held.sharegpt_lengths(2 if quick else 48, 1)
+    lengths = held.sharegpt_lengths(2 if quick else 32, 1)
     with tempfile.TemporaryDirectory() as directory:
         model = shared.write_llama(Path(directory) / "small", layers=1, kv_heads=1, head_dim=16)
-        return {
-            "prompts": len(lengths),
-            "answers": {n: asdict(shared.sharing(model, lengths, n)) for n in ANSWERS},
-        }
+        sampled = {n: asdict(shared.sharing(model, lengths, n)) for n in ANSWERS}
+        beams = {n: asdict(shared.sharing(model, lengths, n, beams=True)) for n in ANSWERS}
+    return {"prompts": len(lengths), "sampled": sampled, "beams": beams}
 
 
 def sharing_table(result: Result) -> list[str]:
-    rows = [f"| {n} | {one['saved']:.1%} |" for n, one in result["answers"].items()]
-    return ["| answers to a prompt | blocks saved |", "| ---: | ---: |", *rows]
+    return [
+        "| answers to a prompt | sampled: blocks saved | beam search: blocks saved |",
+        "| ---: | ---: | ---: |",
+        *(
+            f"| {n} | {one['saved']:.1%} | {result['beams'][n]['saved']:.1%} |"
+            for n, one in result["sampled"].items()
+        ),
+    ]
 
 
 def ttft(quick: bool) -> Result:

@@ -56,10 +56,14 @@ def held(result: Result, path: Path) -> None:
 
 
 def sharing(result: Result, path: Path) -> None:
-    figure, (panel,) = _figure()
-    answers = result["answers"]
-    _bars(panel, list(answers), [100 * one["saved"] for one in answers.values()], OURS, "{:.0f} %")
-    panel.set(xlabel="answers to a prompt (n)", ylabel="blocks saved, %", title="Sharing")
+    figure, panels = _figure(2)
+    ways = {"sampled": "answers to a prompt (n)", "beams": "beams"}
+    for panel, (way, label) in zip(panels, ways.items(), strict=True):
+        answers = result[way]
+        _bars(panel, list(answers), [100 * one["saved"] for one in answers.values()], OURS, "{:.0f} %")
+        panel.set_ylim(0, 100)
+        panel.set_xlabel(label, fontsize=8)
+    panels[0].set_ylabel("blocks saved, %", fontsize=8)
     figure.savefig(path, dpi=100)
 
 

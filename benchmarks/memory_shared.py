@@ -92,14 +92,12 @@ class Shared:
     looks: int
 
 
-def sharing(model: Path, lengths: Lengths, n: int) -> Shared:
-    """``n`` answers to each prompt through the public API, as ``LLM.blocks`` sees them."""
+def sharing(model: Path, lengths: Lengths, n: int, *, beams: bool = False) -> Shared:
+    """``n`` answers to each prompt, sampled or of a beam search, as ``LLM.blocks`` sees them."""
     prompts = Prompts(0, VOCABULARY)
     ids = [prompts.draw(f"sharing {i}", 1, prompt)[0] for i, (prompt, _) in enumerate(lengths)]
-    params = [
-        SamplingParams(n=n, max_tokens=output, ignore_eos=True, seed=i)
-        for i, (_, output) in enumerate(lengths)
-    ]
+    way: dict[str, Any] = {"use_beam_search": True, "temperature": 0} if beams else {"seed": 0}
+    params = [SamplingParams(n=n, max_tokens=output, ignore_eos=True, **way) for _, output in lengths]
     with (
         LLM(str(model), skip_tokenizer_init=True, num_blocks=1 << 14, max_num_seqs=256, device="cpu") as llm,
         watched(llm) as views,

@@ -74,8 +74,9 @@ def test_the_memory_numbers_come_with_tables_pictures_and_the_machine(script, tm
         assert (tmp_path / f"memory-{part}.png").stat().st_size < 100_000
     ways = list(results["held"]["ways"].values())
     assert ways[-1]["useful"] > 0.9 > ways[0]["useful"]
-    saved = [one["saved"] for one in results["sharing"]["answers"].values()]
-    assert 0 < saved[0] < saved[1] < saved[2]
+    for way in ("sampled", "beams"):
+        saved = [one["saved"] for one in results["sharing"][way].values()]
+        assert 0 < saved[0] < saved[1] < saved[2]
     assert [(run["scenario"], run["users"]) for run in results["context"]["runs"]] == [
         ("equal", 1),
         ("one long", 4),
