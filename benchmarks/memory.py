@@ -95,7 +95,7 @@ def held_table(result: Result) -> list[str]:
 
 
 def sharing(quick: bool) -> Result:
-    lengths = held.sharegpt_lengths(2 if quick else 32, 1)
+    lengths = held.sharegpt_lengths(2 if quick else 20, 1)
     with tempfile.TemporaryDirectory() as directory:
         model = shared.write_llama(Path(directory) / "small", layers=1, kv_heads=1, head_dim=16)
         sampled = {n: asdict(shared.sharing(model, lengths, n)) for n in ANSWERS}
@@ -164,14 +164,14 @@ def context_table(result: Result) -> list[str]:
     really = {(run["scenario"], run["users"]) for run in result["runs"]}
     for scenario, by_users in result["longest"].items():
         for users, (ours, theirs) in by_users.items():
-            mark = " (run)" if (scenario, users) in really else ""
+            mark = " (run)" if (scenario, int(users)) in really else ""
             text = shared.SCENARIOS[scenario] + mark
             lines.append(f"| {users} | {text} | {ours:,} | {theirs:,} | {ours / theirs:.1f}x |")
     return lines
 
 
 def under_arrivals(quick: bool) -> Result:
-    options = (4.0, 3, 1) if quick else (0.4, 12, 2)
+    options = (4.0, 3, 1) if quick else (0.4, 10, 2)
     return arrivals.compare(None, rate=options[0], requests=options[1], pairs=options[2])
 
 

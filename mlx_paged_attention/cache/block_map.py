@@ -16,7 +16,7 @@ MAX_OWNERS = 8
 
 @dataclass(frozen=True, slots=True)
 class HeldTable:
-    """The blocks that a request holds for one layer group; ``empty_slots`` of the last one have no token yet."""
+    """The blocks that a request holds for a layer group, and how many slots of the last one are empty."""
 
     request_id: str
     blocks: Sequence[Block]

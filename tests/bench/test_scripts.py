@@ -77,6 +77,7 @@ def test_the_memory_numbers_come_with_tables_pictures_and_the_machine(script, tm
     for way in ("sampled", "beams"):
         saved = [one["saved"] for one in results["sharing"][way].values()]
         assert 0 < saved[0] < saved[1] < saved[2]
+    assert out.count(" (run) |") == 3
     assert [(run["scenario"], run["users"]) for run in results["context"]["runs"]] == [
         ("equal", 1),
         ("one long", 4),

@@ -143,6 +143,26 @@ def test_looking_from_other_threads_while_requests_run_changes_no_answer(engine,
         assert output.outputs[0].token_ids == oracle("llama").greedy(prompt, 24).token_ids
 
 
+def test_blocks_behind_a_window_are_not_held_any_more(engine):
+    llm = engine("gemma3", block_size=4, enable_prefix_caching=False)
+    views = []
+
+    def look(_plan):
+        views.append(engine_of(llm).blocks())
+
+    with wrapped_launch(llm, look):
+        llm.generate([varied_prompt(50, 1)], greedy(30, logprobs=None, ignore_eos=True))
+    for view in views:
+        (request,) = view.requests
+        used = [run for run in view.runs if run.state == "used"]
+        assert sum(run.count for run in used) == request.blocks == view.stats.used_blocks
+        assert all(run.owners == (request.request_id,) for run in used)
+        assert 0 <= request.empty_slots < 4 * request.blocks
+    groups = engine_of(llm)._cache.num_groups
+    assert groups > 1
+    assert views[-1].requests[0].blocks < groups * 20, "80 tokens in each group would be 20 blocks"
+
+
 def test_a_look_that_fails_is_the_askers_error_and_not_the_engines_end(tiny_model, monkeypatch):
     with LLM(model=str(tiny_model("llama")), skip_tokenizer_init=True, num_blocks=32) as llm:
         monkeypatch.setattr(engine_of(llm), "blocks", lambda: 1 // 0)
