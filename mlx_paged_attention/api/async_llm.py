@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from mlx_paged_attention.api.llm import Message, Prompt, checked_params, make_config
 from mlx_paged_attention.api.start import start_engine
+from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
@@ -63,6 +64,10 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """Blocks, requests and cache counts after the last step."""
         return self._engine.stats()
+
+    async def blocks(self) -> BlocksView:
+        """Who holds which block, at the border of two steps; what ``GET /debug/blocks`` answers."""
+        return await asyncio.to_thread(self._engine.blocks)
 
     async def generate(
         self,

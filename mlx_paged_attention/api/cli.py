@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 from cyclopts.config import Env
 
 from mlx_paged_attention import __version__
-from mlx_paged_attention.api.commands import bench, chat, doctor, generate, inspect, serve
+from mlx_paged_attention.api.commands import bench, chat, doctor, generate, inspect, serve, top
 from mlx_paged_attention.api.commands.flags import say
 from mlx_paged_attention.api.commands.settings import OTHER_VARIABLES, PREFIX, Settings
 from mlx_paged_attention.errors import InvalidRequestError, MlxPagedError
@@ -34,10 +34,11 @@ app = App(
 app.command(generate.generate, help_epilogue=generate.EXAMPLES)
 app.command(chat.chat, help_epilogue=chat.EXAMPLES)
 app.command(serve.serve, help_epilogue=serve.EXAMPLES)
+app.command(top.top, help_epilogue=top.EXAMPLES)
 app.command(bench.bench, help_epilogue=bench.EXAMPLES)
 app.command(inspect.inspect, help_epilogue=inspect.EXAMPLES)
 app.command(doctor.doctor, help_epilogue=doctor.EXAMPLES)
-_COMMANDS = ("generate", "chat", "serve", "bench", "inspect", "doctor")
+_COMMANDS = ("generate", "chat", "serve", "top", "bench", "inspect", "doctor")
 
 
 def main() -> NoReturn:

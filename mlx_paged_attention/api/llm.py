@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from mlx_paged_attention.api.report import counted
 from mlx_paged_attention.api.start import start_engine
 from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -132,6 +133,10 @@ class LLM:
     def stats(self) -> EngineStats:
         """Blocks, requests and cache counts after the last step."""
         return self._engine.stats()
+
+    def blocks(self) -> BlocksView:
+        """Who holds which block, at the border of two steps; what ``GET /debug/blocks`` answers."""
+        return self._engine.blocks()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing done, while requests run."""

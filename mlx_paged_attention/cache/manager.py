@@ -1,11 +1,12 @@
 """KVCacheManager: which blocks each request holds, and which of a prompt's blocks exist already."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from mlx_paged_attention.cache.block_contents import BlockContents
 from mlx_paged_attention.cache.block_hash import BlockHasher
+from mlx_paged_attention.cache.block_map import HeldTable
 from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.cache.block_pool import BlockPool
 from mlx_paged_attention.cache.duplicates import Duplicate, fold
@@ -117,6 +118,13 @@ class KVCacheManager:
         """The request's block table in each group; none if it holds nothing."""
         table = self._tables.get(request_id)
         return [[block.block_id for block in group.blocks] for group in table.groups] if table else []
+
+    def held_tables(self) -> Iterator[HeldTable]:
+        """The block tables of each request that holds some, one for each layer group."""
+        for request_id, table in self._tables.items():
+            for group in table.groups:
+                empty = len(group.blocks) * self.block_size - table.num_slots
+                yield HeldTable(request_id, group.held, empty)
 
     def get_computed_blocks(self, request: CachedRequest) -> PrefixHit:
         """The longest published prefix of the request's tokens. Takes nothing."""

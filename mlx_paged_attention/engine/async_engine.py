@@ -5,8 +5,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.engine import Emit, Engine
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.mlx_thread import run_on_mlx_thread
@@ -19,6 +22,7 @@ from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
 _Command = Callable[[], None]
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -156,14 +160,11 @@ class AsyncEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False while requests hold blocks."""
-        answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._send(lambda: answer.put(self._engine.reset_prefix_cache()))
-        while True:
-            try:
-                return answer.get(timeout=1.0)
-            except queue.Empty:
-                if self._abandoned.is_set():
-                    raise self._death() from None
+        return self._ask(lambda: self._engine.reset_prefix_cache())
+
+    def blocks(self) -> BlocksView:
+        """Who holds which block, as of the next step border, for which this waits."""
+        return self._ask(lambda: self._engine.blocks())
 
     def close(self) -> None:
         """Stop the thread; requests still being served get an :class:`EngineDeadError`."""
@@ -248,6 +249,22 @@ class AsyncEngine:
             self._engine.add(group)
         except InvalidRequestError as error:
             group.emit(error)
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """What ``question`` returns or raises on the engine's thread, between two steps."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:  # the asker's, and no reason for the engine to end
+                answer.set_exception(error)
+
+        self._send(run)
+        while not wait([answer], timeout=1.0).done:
+            if self._abandoned.is_set():
+                raise self._death()
+        return answer.result()
 
     def _send(self, command: _Command, opens: "_Outlet | None" = None) -> None:
         with self._lock:

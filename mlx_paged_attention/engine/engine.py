@@ -15,6 +15,7 @@ from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.cache.state_slots import StateSlots
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.beams import Beam, BeamGroup
+from mlx_paged_attention.engine.blocks_view import BlocksView, view_blocks
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.engine.prompt import check_token_ids, row_sampling, tokenize
@@ -537,3 +538,8 @@ class Engine:
             pool_bytes=self.info.pool_bytes,
             steps=scheduler.num_steps,
         )
+
+    def blocks(self) -> BlocksView:
+        """Who holds which block. O(blocks): about 50 ms for 100,000 of them."""
+        requests = [sequence.request for _, sequence in self._sequences.values()]
+        return view_blocks(self.info.model, self.stats(), self._cache, requests, self._scheduler.num_copies)

@@ -101,6 +101,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = make_waiting_queue(policy, manager.estimate_hit, max_overtaken_seconds)
         self.num_preemptions = 0
+        self.num_copies = 0  # blocks
         self.num_steps = 0
         self._threshold = long_prefill_token_threshold or max_num_batched_tokens
         self._chunked = enable_chunked_prefill
@@ -272,6 +273,7 @@ class Scheduler:
             return StepPlan(self.num_steps, [], [], [])
         plan = StepPlan(self.num_steps, new, rows, self._released, copies, changes)
         self._released = []
+        self.num_copies += len(copies)
         requests = {key: share.request for key, share in shares.items()}
         self._in_flight[plan.step] = InFlight(plan, requests, self.manager.take_published())
         self.num_steps += 1

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from mlx_paged_attention.cache.block_map import BlockRun
+from mlx_paged_attention.engine.blocks_view import BlocksView, RequestView
 from mlx_paged_attention.engine.outputs import (
     CompletionOutput,
     EngineInfo,
@@ -116,6 +118,27 @@ class FakeLLM:
             prefix_hits=320,
             pool_bytes=INFO.pool_bytes,
             steps=7,
+        )
+
+    async def blocks(self) -> BlocksView:
+        self._require_alive()
+        stats, ids = self.stats(), sorted(self.active)
+        held = [BlockRun(1 + i, 1, "used", (request_id,), 1) for i, request_id in enumerate(ids)]
+        free = BlockRun(1 + len(ids), stats.free_blocks, "free")
+        return BlocksView(
+            model=INFO.model,
+            stats=stats,
+            shared_blocks=0,
+            saved_blocks=0,
+            empty_slots=4 * len(ids),
+            waste=0.25 if ids else 0.0,
+            hit_rate=0.5,
+            recent_hit_rate=0.75,
+            copies=2,
+            requests=tuple(RequestView(one, "running", 1.5, 10, 3, 12, 0, 1, 4, 0) for one in ids),
+            requests_left_out=0,
+            runs=(BlockRun(0, 1, "null"), *held, free),
+            blocks_left_out=0,
         )
 
     def close(self) -> None:

@@ -211,7 +211,7 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(capsys: pytest.CaptureF
     assert Started.last is None
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "top", "doctor"])
 def test_help_lists_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     status, out, _ = run(capsys, command, "--help")
     assert status == 0

@@ -1,5 +1,6 @@
 """The server with the default model: real text, a real chat template, OpenAI's client."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -198,3 +199,71 @@ def test_extreme_values_are_refused_and_the_next_request_answered(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert chat(url, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_several_answers_stream_to_their_own_ends_and_differ_under_one_seed(client: openai.OpenAI) -> None:
+    """vllm-project/vllm#11898"""
+    options: Any = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "Tell a short story."}],
+        "n": 3,
+        "seed": 7,
+        "temperature": 1.0,
+        "max_tokens": 24,
+        "stop": ["."],
+    }
+    runs = []
+    for _ in range(2):
+        texts, ends, usage = ["", "", ""], [0, 0, 0], None
+        for chunk in client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                assert not ends[choice.index], "nothing comes after the end"
+                texts[choice.index] += choice.delta.content or ""
+                ends[choice.index] += choice.finish_reason is not None
+        assert ends == [1, 1, 1]
+        assert usage is not None
+        runs.append((texts, usage.completion_tokens))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][0])) >= 2
+    whole = client.chat.completions.create(**options)
+    assert [choice.message.content for choice in whole.choices] == runs[0][0]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == runs[0][1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_prompt_that_is_too_long_is_refused_before_a_stream_begins(
+    url: str, llm: AsyncLLM, path: str, stream: bool
+) -> None:
+    """ollama/ollama#17889"""
+    text = "one two three " * 1000
+    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    before = llm.stats()
+    response = httpx.post(f"{url}/v1/{path}", json={**prompt, "stream": stream}, timeout=60)
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert re.search(r"the prompt has \d{4} tokens; with max_model_len 1024", error["message"])
+    assert llm.stats() == before
+
+
+async def test_a_prompt_that_is_too_long_is_a_value_error_in_a_program(llm: AsyncLLM) -> None:
+    """ollama/ollama#17889"""
+    with pytest.raises(ValueError, match="1024"):
+        await anext(llm.generate("one two three " * 1000))
+
+
+def test_a_picture_is_refused_and_nothing_of_it_is_cached(url: str, llm: AsyncLLM) -> None:
+    """waybarrios/vllm-mlx#726"""
+    before = llm.stats()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    parts = [{"type": "text", "text": "What is this?"}, picture]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "text only" in response.json()["error"]["message"]
+    assert llm.stats() == before

@@ -108,7 +108,7 @@ async def test_a_dead_engine_is_a_503_everywhere(stream: bool) -> None:
     llm = FakeLLM()
     llm.dead_reason = "out of memory"
     async with connect(llm) as client:
-        for path in ("/health", "/ping", "/v1/models", "/v1/models/x", "/metrics"):
+        for path in ("/health", "/ping", "/v1/models", "/v1/models/x", "/metrics", "/debug/blocks"):
             response = await client.get(path)
             assert response.status_code == 503, path
             assert "out of memory" in error_of(response)["message"]

@@ -57,3 +57,45 @@ def test_the_comparison_with_mlx_lm_states_each_claim_with_its_spread(script, ti
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["comparisons"][-1]["workload"] == "prefix caching, no hits"
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+
+
+def test_the_memory_numbers_come_with_tables_pictures_and_the_machine(script, tmp_path, capsys):
+    parts = "held,sharing,context"
+    (tmp_path / "memory.json").write_text('{"earlier": {}}')
+    script("memory", "--parts", parts, "--quick", "--output-dir", tmp_path)
+    out = capsys.readouterr().out
+    results = json.loads((tmp_path / "memory.json").read_text())
+    assert results.pop("earlier") == {}, "what other runs measured stays"
+    assert list(results) == parts.split(",")
+    for part, result in results.items():
+        assert result["quick"]
+        assert result["machine"]["mlx-lm"]
+        assert f"## {part}" in out
+        assert (tmp_path / f"memory-{part}.png").stat().st_size < 100_000
+    ways = list(results["held"]["ways"].values())
+    assert ways[-1]["useful"] > 0.9 > ways[0]["useful"]
+    for way in ("sampled", "beams"):
+        saved = [one["saved"] for one in results["sharing"][way].values()]
+        assert 0 < saved[0] < saved[1] < saved[2]
+    assert out.count(" (run) |") == 3
+    assert [(run["scenario"], run["users"]) for run in results["context"]["runs"]] == [
+        ("equal", 1),
+        ("one long", 4),
+        ("one document", 16),
+    ]
+
+
+def test_an_unknown_part_of_the_memory_numbers_is_refused(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script("memory", "--parts", "waste,nonsense", "--output-dir", tmp_path)
+    assert "there is no part nonsense" in capsys.readouterr().err
+
+
+def test_arrivals_are_timed_for_every_contestant(script, tiny_model, tmp_path, capsys):
+    options = ["--requests", 3, "--rate", 20, "--pairs", 2, "--plot", tmp_path / "arrivals.png"]
+    script("arrivals", "--model", tiny_model("llama"), *options)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if " ms |" in line]
+    assert len(rows) == 4
+    assert all(row.count(" to ") == 5 for row in rows)
+    assert (tmp_path / "arrivals.png").exists()

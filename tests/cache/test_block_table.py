@@ -57,6 +57,26 @@ def test_the_first_write_into_a_shared_block_copies_that_block_only(
     pool.check()
 
 
+def test_a_block_just_taken_is_its_takers_and_free_once_when_given_back() -> None:
+    """Wenyueh/MinivLLM#70"""
+    pool, parent = make_table(8, 4, 6)
+    full, partial = (pool.blocks[block_id] for block_id in parent.block_ids())
+    assert (full.ref_count, partial.ref_count) == (1, 1)
+    child = parent.fork()
+    assert (full.ref_count, partial.ref_count) == (2, 2)
+    ((source, target),) = child.make_writable(6, 7) or ()
+    own = pool.blocks[target]
+    assert source == partial.block_id
+    assert (full.ref_count, partial.ref_count, own.ref_count) == (2, 1, 1)
+    assert parent.block_ids() == [full.block_id, partial.block_id]
+    parent.free()
+    assert (full.ref_count, partial.ref_count, own.ref_count) == (1, 0, 1)
+    child.free()
+    free = [block.block_id for block in pool.free_queue.get_all()]
+    assert sorted(free) == list(range(1, 9))
+    pool.check()
+
+
 def test_the_last_one_to_hold_a_block_writes_where_it_lies() -> None:
     """Vector C3."""
     pool, table = make_table(10, 4, 3)

@@ -7,7 +7,7 @@ from mlx_paged_attention import __version__
 
 router = APIRouter()
 
-_PATHS = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
+_PATHS = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics", "/debug/blocks")
 
 
 @router.get("/")
