@@ -1,6 +1,6 @@
 import pytest
 from fake_runner import make_request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged_attention.scheduler.queue import (
@@ -149,6 +149,7 @@ def test_a_late_hit_is_found_while_others_are_served() -> None:
     assert everybody[-1] in served
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_traffic_comes_out_in_the_order_of_the_policy(data: st.DataObject) -> None:
     """With no more requests than are looked up at a time, the order is exact."""
