@@ -168,8 +168,11 @@ class KVCacheManager:
         if request.skip_reading_prefix_cache:
             return 0
         find = self.pool.get_cached_block
-        hashes = request.block_hashes
-        return self.block_size * bisect_left(hashes, True, key=lambda block_hash: find(block_hash) is None)
+        # Layers with windows keep the ends of prefixes only.
+        group = self._windows.index(None) if None in self._windows else 0
+        return self.block_size * bisect_left(
+            request.block_hashes, True, key=lambda block_hash: find(group_hash(block_hash, group)) is None
+        )
 
     def allocate_slots(
         self,
@@ -417,6 +420,10 @@ class KVCacheManager:
     def condemn(self, request: CachedRequest) -> None:
         """Makes all that the request holds unfindable: what is in it is not to be trusted."""
         self.unpublish_from(request.request_id, 0)
+        for group, window in enumerate(self._windows):
+            if window is not None:  # what lies behind it has been given back, and may still be found
+                found = [self.pool.get_cached_block(group_hash(one, group)) for one in request.block_hashes]
+                self.pool.unpublish(block.block_id for block in found if block is not None)
         if self.states is not None:
             self.states.forget(request.block_hashes)
 

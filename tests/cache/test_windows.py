@@ -314,3 +314,30 @@ def test_a_fork_needs_what_its_next_token_sees() -> None:
     compute(manager, parent, 7)
     compute(manager, parent, 13)  # gave back blocks 0 and 1 of the window, positions 0 to 3
     assert [manager.holds_window("parent", n) for n in (5, 6, 7, 8)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("windows", [(None, 32), (32,), (32, None), (32, 64)])
+def test_what_is_condemned_is_found_no_more_behind_windows_either(windows: tuple[int | None, ...]) -> None:
+    manager = manager_of(windows, 60, 16)
+    tokens = list(range(200))
+    request = request_of(manager, "bad", tokens)
+    for upto in (64, 128, 192, 200):
+        compute(manager, request, upto)
+    assert any(0 in table for table in manager.tables("bad"))  # some have been given back
+    manager.condemn(request)
+    manager.check()
+    manager.free("bad")
+    manager.check()
+    assert manager.num_cached_blocks == 0
+    assert manager.get_computed_blocks(request_of(manager, "next", tokens)) == PrefixHit()
+
+
+@pytest.mark.parametrize("windows", [(None, 32), (32, None)])
+def test_the_estimate_of_a_hit_looks_at_whole_contexts(windows: tuple[int | None, ...]) -> None:
+    manager = manager_of(windows, 60, 16)
+    _, request = admit(manager, "a", list(range(100)))
+    manager.free(request.request_id)
+    for length, expected in ((100, 96), (50, 48), (10, 0)):
+        assert manager.estimate_hit(request_of(manager, "b", list(range(length)))) == expected
+    assert manager.estimate_hit(request_of(manager, "c", list(range(1, 90)))) == 0
+    assert manager.estimate_hit(request_of(manager, "d", list(range(48)) + [7] * 40)) == 48

@@ -90,18 +90,26 @@ def test_slow_steps_and_idle_times_raise_no_alarm(start, caplog):  # noqa: F811
     assert not caplog.records
 
 
+def watchdogs():
+    return {thread for thread in threading.enumerate() if thread.name == "mlx-paged-watchdog"}
+
+
 def test_zero_seconds_means_no_watchdog(start):  # noqa: F811
-    before = set(threading.enumerate())  # those of other tests' engines may end meanwhile
-    start(watchdog_seconds=0)
-    new = set(threading.enumerate()) - before
-    assert not [thread for thread in new if thread.name == "mlx-paged-watchdog"]
+    before = watchdogs()
+    engine = start(watchdog_seconds=0)
+    assert Stream(engine).tokens() == expected_output(PROMPT, 8)
+    assert watchdogs() <= before
 
 
 def test_watchdogs_end_with_their_engines(start):  # noqa: F811
+    before = watchdogs()
     engines = [start() for _ in range(4)]
     for engine in engines:
+        assert Stream(engine).tokens() == expected_output(PROMPT, 8)
+    assert len(watchdogs() - before) == 4
+    for engine in engines:
         engine.close()
-    until(lambda: all(thread.name != "mlx-paged-watchdog" for thread in threading.enumerate()))
+    until(lambda: watchdogs() <= before)
 
 
 def test_a_scheduler_that_plans_nothing_ends_the_engine_at_once(start, monkeypatch, caplog):  # noqa: F811

@@ -1,8 +1,12 @@
+from typing import Any
+
 import pytest
 from fake_runner import make_request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_paged_attention.config import EngineConfig
+from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.scheduler.queue import (
     FCFSQueue,
     LongestPrefixQueue,
@@ -149,6 +153,7 @@ def test_a_late_hit_is_found_while_others_are_served() -> None:
     assert everybody[-1] in served
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_traffic_comes_out_in_the_order_of_the_policy(data: st.DataObject) -> None:
     """With no more requests than are looked up at a time, the order is exact."""
@@ -171,3 +176,19 @@ def test_any_traffic_comes_out_in_the_order_of_the_policy(data: st.DataObject) -
             assert prefixes.pop() is expected
             del waiting[expected]
         assert len(prefixes.queue) == len(waiting)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_overtaken_seconds": -1}, "max_overtaken_seconds must be seconds, 0 or more, not -1"),
+        ({"watchdog_seconds": float("nan")}, "watchdog_seconds must be seconds"),
+        ({"watchdog_seconds": "60"}, "watchdog_seconds must be seconds"),
+        ({"scheduling_policy": "longest_prefix", "enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"scheduling_policy": "shortest"}, "fcfs, priority, longest_prefix"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        EngineConfig(**options)
+    assert refused.value.param == next(iter(options))
