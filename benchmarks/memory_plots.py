@@ -35,7 +35,7 @@ def waste(result: Result, path: Path) -> None:
     _bars(panel, list(result["waste"]), [100 * one for one in result["waste"].values()], OURS, "{:.1f} %")
     panel.axhline(4, color=OTHER, linestyle=":", label="4 %")
     panel.set(xlabel="block size, tokens", ylabel="slots held and empty, %", title="Waste")
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, loc="upper left")
     figure.savefig(path, dpi=100)
 
 
