@@ -25,8 +25,12 @@ class EngineConfig:
         dtype: floating-point type of weights and KV cache. ``"auto"`` is the checkpoint's own
             on a GPU and ``float32`` on a CPU.
         block_size: tokens per KV block.
-        num_blocks: KV blocks in the pool, the null block included. Excludes ``kv_memory``.
-        kv_memory: pool budget in bytes.
+        num_blocks: KV blocks in the pool, the null block included; all are there from the start. Excludes
+            ``kv_memory``.
+        kv_memory: what the pool may grow to: bytes, or, as a float up to 1, a fraction of the memory that
+            weights and a step's activations leave.
+        kv_idle_seconds: the pool gives back what no request has used for so long, and the cached prefixes
+            in it; 0 keeps everything. A pool of ``num_blocks`` stays as it is.
         max_model_len: longest prompt plus answer, in tokens.
         max_num_seqs: most requests computed in one step.
         max_num_batched_tokens: token budget of one step.
@@ -49,7 +53,8 @@ class EngineConfig:
     dtype: DType = "auto"
     block_size: int = 16
     num_blocks: int | None = None
-    kv_memory: int | None = None
+    kv_memory: int | float | None = None
+    kv_idle_seconds: float = 600.0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -72,7 +77,21 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None:
             _at_least("num_blocks", self.num_blocks, 2)
-        for name in ("kv_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        if not isinstance(self.kv_memory, float):
+            if self.kv_memory is not None:
+                _at_least("kv_memory", self.kv_memory, 1)
+        elif not 0 < self.kv_memory <= 1:
+            raise InvalidRequestError(
+                "kv_memory must be bytes (an integer) or a fraction above 0 and up to 1, "
+                f"not {self.kv_memory!r}",
+                "kv_memory",
+            )
+        idle = self.kv_idle_seconds
+        if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 <= idle < float("inf"):
+            raise InvalidRequestError(
+                f"kv_idle_seconds must be a number of seconds, 0 or more, not {idle!r}", "kv_idle_seconds"
+            )
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
         for name in ("max_overtaken_seconds", "watchdog_seconds"):

@@ -33,5 +33,13 @@ class RequestFailedError(MlxPagedError, RuntimeError):
     """The step that computed this request raised; the message names the cause. Others go on."""
 
 
+class PoolMemoryError(MlxPagedError, MemoryError):
+    """The KV pool could not grow: there is no memory for it now. It keeps the size it has."""
+
+
+class EngineBusyError(MlxPagedError, RuntimeError):
+    """What was asked for needs an engine that serves nobody, and requests are being served."""
+
+
 class EngineDeadError(MlxPagedError, RuntimeError):
     """The engine thread has stopped; the message names the cause. No request can be served."""

@@ -66,12 +66,15 @@ class FakeRunner:
         self._recurrent: dict[int, int] = {}
         self._failed: set[str] = set()
         self._too_early: set[tuple[int, str]] = set()
+        self.num_blocks = 0  # 0: no plan has said
         self.sampled: dict[str, int] = {}  # by the last step
         self._sampled_before: dict[str, int] = {}
 
     def run(self, plan: StepPlan) -> StepOutput:
-        assert plan.rows
         self._enter(plan)
+        if not plan.rows:
+            assert plan.num_blocks
+            return StepOutput(plan.step, [])
         self._sampled_before, self.sampled = self.sampled, {}
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
         written: set[tuple[int, int]] = set()
@@ -149,6 +152,11 @@ class FakeRunner:
         return RowOutput(row.request_id, [token] if row.sample else [])
 
     def _enter(self, plan: StepPlan) -> None:
+        if plan.num_blocks:
+            self.num_blocks = plan.num_blocks
+            self._slots = {slot: value for slot, value in self._slots.items() if slot[0] < plan.num_blocks}
+            new = [block for row in plan.rows for block in row.new_block_ids]
+            assert max(new, default=0) < plan.num_blocks, "a block that is not there"
         for source, target in plan.copies:
             for offset in range(self._size):
                 self._slots[target, offset] = self._slots.get((source, offset), (-1, -1))

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Self
 
-from mlx_paged_attention.api.llm import Message, Prompt, checked_params, make_config
+from mlx_paged_attention.api.llm import Message, Prompt, check_sleep_level, checked_params, make_config
 from mlx_paged_attention.api.start import start_engine
 from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.group import OutputKind, RequestGroup
@@ -191,6 +191,20 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing done, while requests run."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """:meth:`sleep` was called, and nothing has woken the engine since."""
+        return self._engine.is_sleeping
+
+    async def sleep(self, level: int = 1) -> None:
+        """As :meth:`LLM.sleep`."""
+        check_sleep_level(level)
+        await asyncio.to_thread(self._engine.sleep)
+
+    async def wake_up(self) -> None:
+        """As :meth:`LLM.wake_up`."""
+        await asyncio.to_thread(self._engine.wake_up)
 
     def close(self) -> None:
         """Stop the engine; requests still running end with :class:`EngineDeadError`."""

@@ -142,6 +142,31 @@ class LLM:
         """Forget every cached prefix; False, and nothing done, while requests run."""
         return self._engine.reset_prefix_cache()
 
+    @property
+    def is_sleeping(self) -> bool:
+        """:meth:`sleep` was called, and nothing has woken the engine since."""
+        return self._engine.is_sleeping
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the KV pool's memory back; the weights stay, cached prefixes are forgotten.
+
+        :meth:`wake_up` or the next request ends the sleep, and the pool grows again as it is needed.
+
+        Raises:
+            InvalidRequestError: another level.
+            EngineBusyError: requests are being served.
+        """
+        check_sleep_level(level)
+        self._engine.sleep()
+
+    def wake_up(self) -> None:
+        """End :meth:`sleep` before a request does; nothing if the engine is awake.
+
+        Raises:
+            PoolMemoryError: there is no memory for a pool now.
+        """
+        self._engine.wake_up()
+
     def close(self) -> None:
         """Stop the engine and give its memory back."""
         self._finalizer()
@@ -165,6 +190,20 @@ def make_config(model: str | None, options: dict[str, Any]) -> EngineConfig:
             f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}", unknown[0]
         )
     return EngineConfig(model=model, **options)
+
+
+def check_sleep_level(level: int) -> None:
+    """Only level 1 of vLLM's: weights stay, as there is no other memory to put them into.
+
+    Raises:
+        InvalidRequestError: another one.
+    """
+    if level != 1:
+        raise InvalidRequestError(
+            f"level must be 1 (give the KV pool's memory back), not {level}; to give the weights back, too, "
+            "stop the server or close the LLM",
+            "level",
+        )
 
 
 def checked_params(params: Any) -> SamplingParams:

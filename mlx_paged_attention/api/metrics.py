@@ -193,6 +193,13 @@ class _EngineCollector(Collector):
 
         usable = stats.num_blocks - 1  # the null block serves nobody
         gauge, count = GaugeMetricFamily, CounterMetricFamily
+        yield family(gauge, "kv_pool_bytes", "Bytes of the KV pool now.", stats.pool_bytes)
+        yield family(gauge, "kv_pool_budget_bytes", "Bytes that it may grow to.", stats.pool_budget_bytes)
+        yield family(count, "kv_pool_growths", "Times it grew.", stats.pool_growths)
+        yield family(count, "kv_pool_shrinks", "Times it gave memory back.", stats.pool_shrinks)
+        yield family(
+            count, "kv_pool_growths_refused", "Times it lacked memory to grow.", stats.pool_growths_refused
+        )
         yield family(gauge, "num_requests_running", "Requests being computed.", stats.running)
         yield family(gauge, "num_requests_waiting", "Requests waiting for admission.", stats.waiting)
         yield family(

@@ -14,10 +14,12 @@ def startup_report(info: EngineInfo) -> str:
         states.append(f"states    {kept}, one or two per request, the others after prefixes")
     lines = [
         f"model     {info.model}: {info.dtype} on {info.backend}, {info.forward}",
+        *_memory(info),
         f"KV cache  {blocks} of {counted(info.block_size, 'token')} (and the null block), "
-        f"{per_token(info.bytes_per_token, info.windows, info.bytes_beyond_windows)}, "
-        f"pool {size(info.pool_bytes)}",
+        f"{per_token(info.bytes_per_token, info.windows, info.bytes_beyond_windows)}, pool {_pool(info)}",
         *states,
+        f"longest   a context of {counted(info.longest_sequence, 'token')} fits; "
+        f"the KV cache holds {counted((info.num_blocks - 1) * info.block_size, 'token')}",
         f"requests  up to {counted(info.max_model_len, 'token')} each; the pool holds "
         f"{info.full_length_requests:.1f} that long at once",
         f"steps     up to {counted(info.max_num_seqs, 'request')} and "
@@ -31,6 +33,30 @@ def per_token(count: int, windows: Sequence[int | None], beyond: int) -> str:
     """``24.0 KiB per token``, and what is left of it behind the windows of layer groups."""
     freed = "" if set(windows) == {None} else f" (behind windows {size(beyond)})"
     return f"{size(count)} per token{freed}"
+
+
+def _memory(info: EngineInfo) -> list[str]:
+    """The arithmetic behind the pool's size, a line for each number."""
+    memory = info.memory
+    if memory is None:
+        return []
+    parts = [
+        (memory.total, f"{memory.limited_by}, weights included"),
+        (-memory.weights, "weights"),
+        (-memory.activations, f"activations of a step of {counted(info.max_num_batched_tokens, 'token')}"),
+        (-memory.copies, "at most, copies of contexts"),
+    ]
+    lines = [f"{'-' if n < 0 else ' '} {size(abs(n)):>9}  {text}" for n, text in parts if n]
+    left = size(max(0, memory.left))
+    lines.append(f"= {left:>9}  left; the KV cache may take {size(info.pool_bytes)} of it")
+    return [f"{'memory' if i == 0 else '':<10}{line}" for i, line in enumerate(lines)]
+
+
+def _pool(info: EngineInfo) -> str:
+    if not info.start_blocks:
+        return size(info.pool_bytes)
+    start = info.pool_bytes // info.num_blocks * info.start_blocks
+    return f"{size(start)}, which grows to {size(info.pool_bytes)} as it is needed"
 
 
 def counted(number: int, noun: str) -> str:

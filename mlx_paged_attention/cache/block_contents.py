@@ -1,6 +1,6 @@
 """BlockContents: which tokens published blocks hold, for prompts that part from others within a block."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from mlx_paged_attention.cache.block import Block
@@ -53,6 +53,11 @@ class BlockContents:
                 if same > length:
                     best, length = block_id, same
         return best, length
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """These blocks are no more."""
+        for block_id in block_ids:
+            self._remove(block_id)
 
     def clear(self) -> None:
         self._blocks.clear()

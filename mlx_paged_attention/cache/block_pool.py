@@ -38,14 +38,24 @@ class PublishedBlocks:
                 yield block_hash, block
 
 
+# A pool grows by this share of its budget, or by more if more is needed at once: what it takes and does
+# not need is less than that, and few steps wait for arrays to be copied.
+GROWTH = 8
+
+
 class BlockPool:
-    """``num_blocks`` blocks with ids from 0; block 0 is the null block and is never handed out.
+    """Blocks with ids from 0; block 0 is the null block and is never handed out.
 
     A free block that is published keeps its contents until it is reused. Blocks that never were
     published are reused first, then the least recently freed.
 
+    The pool may begin small. Blocks that are not there yet count as free; they come when there is no fresh
+    block left, before a published one is reused. So the ids are those that a pool of full size hands out.
+
     Args:
-        on_evict: called with block id and digest just before a published block is reused.
+        num_blocks: blocks that are there from the start.
+        max_blocks: the budget, as many blocks as there may ever be; ``None``: ``num_blocks``, a fixed pool.
+        on_evict: called with block id and digest just before a published block is reused, or taken away.
         enable_events: record ``CacheEvent`` values for ``take_events``.
     """
 
@@ -53,11 +63,16 @@ class BlockPool:
         self,
         num_blocks: int,
         *,
+        max_blocks: int | None = None,
         on_evict: Callable[[int, bytes], None] | None = None,
         enable_events: bool = False,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
+        self.max_blocks = num_blocks if max_blocks is None else max_blocks
+        if self.max_blocks < num_blocks:
+            raise ValueError(f"max_blocks ({max_blocks}) must be at least num_blocks ({num_blocks})")
+        self.limit = self.max_blocks
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[0].is_null = True
         self.free_queue = FreeBlockQueue(self.blocks[1:])
@@ -68,19 +83,61 @@ class BlockPool:
         self._events: list[CacheEvent] = []
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that are there now, the null block included."""
+        return len(self.blocks)
+
+    @property
     def num_usable(self) -> int:
-        """Blocks that can be handed out: all but the null block."""
-        return len(self.blocks) - 1
+        """Blocks that the budget allows, without the null block."""
+        return self.max_blocks - 1
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+        return len(self.blocks) - 1 - self.free_queue.num_free
 
     @property
     def num_free(self) -> int:
-        """Blocks no request holds; ``num_cached`` of them are published."""
-        return self.free_queue.num_free
+        """Blocks that can be handed out, those to come included; ``num_cached`` of them are published."""
+        return self.free_queue.num_free + max(0, self.limit - len(self.blocks))
 
     @property
     def usage(self) -> float:
         """Held share of the usable blocks, 0 to 1."""
-        return 1.0 - self.num_free / self.num_usable if self.num_usable else 0.0
+        return self.num_held / self.num_usable if self.num_usable else 0.0
+
+    @property
+    def growth(self) -> int:
+        """Blocks by which the pool grows."""
+        return -(-self.max_blocks // GROWTH)
+
+    def grow(self, num_blocks: int) -> None:
+        """Adds blocks, as fresh ones, until there are ``num_blocks``.
+
+        Raises:
+            ValueError: they are more than the limit, or fewer than there are.
+        """
+        if not len(self.blocks) <= num_blocks <= self.limit:
+            raise ValueError(f"{len(self.blocks)} blocks cannot grow to {num_blocks}, limit {self.limit}")
+        added = [Block(block_id) for block_id in range(len(self.blocks), num_blocks)]
+        self.blocks += added
+        self.free_queue.insert_fresh(added)
+
+    def shrink(self, num_blocks: int) -> int:
+        """Takes free blocks away from the highest id down, published ones too, to ``num_blocks`` at least.
+
+        Ends before the first block that a request holds.
+
+        Returns:
+            How many blocks there are now.
+        """
+        while len(self.blocks) > max(num_blocks, 1) and self.blocks[-1].ref_count == 0:
+            block = self.blocks[-1]
+            self._evict(block)
+            self.free_queue.remove(block)
+            self.blocks.pop()
+        return len(self.blocks)
 
     def get_new_blocks(self, count: int) -> list[Block]:
         """``count`` blocks to write into, each with one reference.
@@ -90,13 +147,12 @@ class BlockPool:
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks asked for, {self.num_free} free")
+        missing = count - self.free_queue.count_fresh(count)
+        if missing > 0 and len(self.blocks) < self.limit:
+            self.grow(min(self.limit, len(self.blocks) + max(missing, self.growth)))
         blocks = self.free_queue.popleft_n(count)
         for block in blocks:
-            if block.block_hash is not None:
-                if self._on_evict is not None:
-                    self._on_evict(block.block_id, block.block_hash)
-                self.num_cached -= 1
-                self._forget(block)
+            self._evict(block)
             assert block.ref_count == 0
             block.ref_count = 1
         return blocks
@@ -167,7 +223,7 @@ class BlockPool:
 
     def reset(self) -> bool:
         """Unpublishes everything. Does nothing and returns ``False`` while a request holds a block."""
-        if self.num_free != self.num_usable:
+        if self.num_held:
             return False
         for block in self.blocks:
             block.block_hash = None
@@ -186,13 +242,24 @@ class BlockPool:
         """Asserts that the books are consistent; O(blocks), for tests."""
         free = self.free_queue.get_all()
         free_ids = {block.block_id for block in free}
-        assert len(free_ids) == len(free) == self.num_free
+        assert len(free_ids) == len(free) == self.free_queue.num_free
         assert 0 not in free_ids
+        assert [block.block_id for block in self.blocks] == list(range(len(self.blocks)))
+        assert len(self.blocks) <= self.max_blocks
         for block in self.blocks[1:]:
             assert (block.ref_count == 0) == (block.block_id in free_ids), block
         assert self.num_cached == sum(block.block_hash is not None for block in free)
         published = {block.block_id: block_hash for block_hash, block in self.published.items()}
         assert published == {b.block_id: b.block_hash for b in self.blocks if b.block_hash is not None}
+
+    def _evict(self, block: Block) -> None:
+        """Ends the publication of a free block, if it is published."""
+        if block.block_hash is None:
+            return
+        if self._on_evict is not None:
+            self._on_evict(block.block_id, block.block_hash)
+        self.num_cached -= 1
+        self._forget(block)
 
     def _forget(self, block: Block) -> None:
         assert block.block_hash is not None

@@ -61,6 +61,20 @@ class FreeBlockQueue:
         """Puts ``blocks`` at the front; the first of them becomes the next to be reused."""
         self._insert_after(self._head, blocks)
 
+    def count_fresh(self, most: int) -> int:
+        """How many blocks at the front carry no published prefix; counts up to ``most``."""
+        block, count = self._head.next_free, 0
+        while count < most and block is not self._tail and block is not None and block.block_hash is None:
+            block, count = block.next_free, count + 1
+        return count
+
+    def insert_fresh(self, blocks: Iterable[Block]) -> None:
+        """Puts ``blocks`` behind the fresh ones at the front: to be reused before any published one."""
+        place = self._head
+        while (after := place.next_free) is not None and after is not self._tail and after.block_hash is None:
+            place = after
+        self._insert_after(place, blocks)
+
     def get_all(self) -> list[Block]:
         """Every free block in order; O(free blocks), for tests and checks."""
         blocks = []

@@ -27,8 +27,9 @@ class KVCacheManager:
     the other. Blocks wholly behind a group's window are given back, and the null block takes their places.
 
     Args:
-        num_blocks: blocks in the pool, the null block included.
+        num_blocks: blocks in the pool at its start, the null block included.
         block_size: tokens per block.
+        max_blocks: as many as the pool may grow to; ``None``: it stays as it is.
         enable_caching: publish full blocks and find them again.
         root_hash: parent digest of all first blocks, see ``block_hash.root_hash``.
         full_hit: what a wholly cached prompt computes. ``"one_token"`` computes its last token
@@ -39,7 +40,7 @@ class KVCacheManager:
         windows: of each layer group; ``None`` looks back on everything.
         max_step_tokens: most tokens of one request in a step; needed if there are windows.
         states: the slots of recurrent layers' states, for a model that has such layers.
-        on_evict: called with block id and digest just before a published block is reused.
+        on_evict: called with block id and digest just before a published block is reused, or taken away.
         enable_events: record ``CacheEvent`` values for ``take_events``.
     """
 
@@ -48,6 +49,7 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        max_blocks: int | None = None,
         enable_caching: bool,
         root_hash: bytes,
         full_hit: FullHit = "one_token",
@@ -62,7 +64,9 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hasher = BlockHasher(block_size, root_hash)
-        self.pool = BlockPool(num_blocks, on_evict=on_evict, enable_events=enable_events)
+        self.pool = BlockPool(
+            num_blocks, max_blocks=max_blocks, on_evict=on_evict, enable_events=enable_events
+        )
         self.stats = PrefixCacheStats()
         self.hit_rate = HitRateWindow()
         self.num_copies = 0  # blocks copied because forks shared them
@@ -81,13 +85,19 @@ class KVCacheManager:
         self._duplicates: dict[str, list[Duplicate]] = {}
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that the pool has now, the null block included."""
+        return self.pool.num_blocks
+
+    @property
     def num_usable_blocks(self) -> int:
+        """Blocks that the budget allows, without the null block."""
         return self.pool.num_usable
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks no request holds, cached ones included."""
-        return self.pool.num_free
+        """Of those, blocks no request holds, cached ones included."""
+        return self.pool.num_usable - self.pool.num_held
 
     @property
     def num_cached_blocks(self) -> int:
@@ -215,17 +225,17 @@ class KVCacheManager:
         num_slots = computed + num_new_tokens
         num_new_blocks = max(0, -(-num_slots // size) - held)
         partial = None if known is None else self._partial_block(table, computed, num_slots)
-        # Forks share the blocks of all groups.
-        is_shared = partial is not None and groups[0].blocks[partial].ref_count > 1
+        # Forks share the blocks of all groups, until one group's is evicted, or folded.
+        shared = 0 if partial is None else sum(group.blocks[partial].ref_count > 1 for group in groups)
 
-        if num_new_blocks or known is None or whole_sequence or is_shared:
+        if num_new_blocks or known is None or whole_sequence or shared:
             if known is not None and self._windowed:
                 processed = max(0, request.num_computed_tokens - request.num_tokens_in_flight)
                 pool.free_blocks(table.give_up(self.need, processed, pool.blocks[0]))
             required = num_new_blocks * len(groups)
             if whole_sequence:
                 required = max(required, table.missing(self.need, len(request.token_ids)))
-            required += is_shared * len(groups)
+            required += shared
             if known is None:
                 required += sum(block.ref_count == 0 for block in table.held)
             if required > pool.num_free - reserved_blocks:
@@ -267,9 +277,6 @@ class KVCacheManager:
         return begin // self.block_size if inside else None
 
     def _make_writable(self, table: RequestTable, index: int) -> None:
-        first = table.groups[0].blocks[index]
-        if first.ref_count == 1 and first.block_hash is None:  # as in all other groups
-            return
         copies = table.changes.copies
         for group in table.groups:
             partial = group.blocks[index]
@@ -281,7 +288,6 @@ class KVCacheManager:
             elif partial.block_hash is not None:  # by the other side of a fork, which is gone
                 self.pool.unpublish([partial.block_id])
         if copies:
-            assert len(copies) == len(table.groups), "groups are shared by the same requests"
             table.changes.indices.append(index)
             self.num_copies += len(copies)
 
@@ -434,7 +440,16 @@ class KVCacheManager:
 
     def is_published(self, block_id: int, block_hash: bytes) -> bool:
         """Whether this block is published under this digest."""
-        return self.pool.blocks[block_id].block_hash == block_hash
+        blocks = self.pool.blocks
+        return block_id < len(blocks) and blocks[block_id].block_hash == block_hash
+
+    def shrink(self, num_blocks: int) -> int:
+        """Takes free blocks away, see ``BlockPool.shrink``; how many there are now."""
+        before = self.pool.num_blocks
+        left = self.pool.shrink(num_blocks)
+        if self._contents is not None:
+            self._contents.remove(range(left, before))
+        return left
 
     def reset_prefix_cache(self) -> bool:
         """Unpublishes everything; ``False``, and nothing done, while any request holds blocks."""

@@ -166,6 +166,27 @@ class AsyncEngine:
         """Who holds which block, as of the next step border, for which this waits."""
         return self._ask(lambda: self._engine.blocks())
 
+    @property
+    def is_sleeping(self) -> bool:
+        """The pool has been given back, and no request has come since."""
+        return self._engine.is_sleeping
+
+    def sleep(self) -> None:
+        """Give the pool's memory back, and forget every cached prefix. The next request wakes the engine.
+
+        Raises:
+            EngineBusyError: requests are being served.
+        """
+        self._ask(lambda: self._change_size(self._engine.sleep))
+
+    def wake_up(self) -> None:
+        """End a sleep now: the pool has the size that it had at start.
+
+        Raises:
+            PoolMemoryError: there is no memory for it.
+        """
+        self._ask(lambda: self._change_size(self._engine.wake_up))
+
     def close(self) -> None:
         """Stop the thread; requests still being served get an :class:`EngineDeadError`."""
         self._closing = True
@@ -225,9 +246,14 @@ class AsyncEngine:
         while not self._closing and not self._abandoned.is_set():
             if not engine.has_work:
                 self._busy = False
-                command = self._commands.get()
+                try:
+                    command: _Command | None = self._commands.get(timeout=engine.idle_seconds())
+                except queue.Empty:
+                    command = None
                 self._busy = True
-                command()
+                if command is not None:
+                    command()
+                engine.give_back()
             self._drain()
             if engine.has_work and not self._closing and not self._abandoned.is_set():
                 engine.step()
@@ -249,6 +275,12 @@ class AsyncEngine:
             self._engine.add(group)
         except InvalidRequestError as error:
             group.emit(error)
+
+    def _change_size(self, change: Callable[[], None]) -> None:
+        if self._dead is not None:  # since this was asked
+            raise self._death()
+        change()
+        self._stats = self._engine.stats()
 
     def _ask(self, question: Callable[[], _T]) -> _T:
         """What ``question`` returns or raises on the engine's thread, between two steps."""

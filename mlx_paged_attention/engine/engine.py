@@ -13,6 +13,7 @@ import msgspec
 from mlx_paged_attention.cache.block_hash import root_hash
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.cache.state_slots import StateSlots
+from mlx_paged_attention.cache.use_window import UseWindow
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.beams import Beam, BeamGroup
 from mlx_paged_attention.engine.blocks_view import BlocksView, view_blocks
@@ -20,7 +21,12 @@ from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.engine.prompt import check_token_ids, row_sampling, tokenize
 from mlx_paged_attention.engine.sequence import Sequence, public_logprobs
-from mlx_paged_attention.errors import InvalidRequestError, RequestFailedError
+from mlx_paged_attention.errors import (
+    EngineBusyError,
+    InvalidRequestError,
+    PoolMemoryError,
+    RequestFailedError,
+)
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.scheduler.request import Request
 from mlx_paged_attention.scheduler.scheduler import Scheduler
@@ -38,6 +44,8 @@ _NO_MEMORY = (
 
 # This many steps in a row that raise mean that the fault is not in a request.
 MAX_FAILED_STEPS = 3
+# After the machine had no memory for the pool to grow, it is asked again only after so many seconds.
+GROWTH_PAUSE = 5.0
 
 
 class LaunchedStep(Protocol):
@@ -87,8 +95,9 @@ class Engine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._cache = KVCacheManager(
-            info.num_blocks,
+            info.start_blocks or info.num_blocks,
             info.block_size,
+            max_blocks=info.num_blocks,
             enable_caching=config.enable_prefix_caching,
             root_hash=root_hash(fingerprint),
             partial_hits=True,
@@ -110,6 +119,15 @@ class Engine:
         self._sequences: dict[str, tuple[RequestGroup, Sequence]] = {}
         self._failed_steps = 0
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        self._least_blocks = self._pool_blocks = self._cache.num_blocks
+        self._growths = self._shrinks = 0
+        self._refusals = 0
+        self._refusal = ""  # the last one's message
+        self._grow_again = 0.0
+        self._asleep = False
+        self._window: UseWindow | None = None
+        if info.start_blocks and config.kv_idle_seconds:
+            self._window = UseWindow(config.kv_idle_seconds, time.monotonic())
 
     # ---- requests
 
@@ -284,6 +302,7 @@ class Engine:
         ids = [sequence.request.request_id for sequence in group.sequences]
         if group.request_id in self._groups or any(key in self._sequences for key in ids):
             raise InvalidRequestError(f"request_id {group.request_id!r} is already in use", "request_id")
+        self._asleep = False  # its first step lets the pool grow
         self._groups[group.request_id] = group
         first = group.sequences[0].request
         for sequence in group.sequences:
@@ -324,6 +343,7 @@ class Engine:
         Raises:
             Exception: the runner's, once :data:`MAX_FAILED_STEPS` steps in a row have raised.
         """
+        self.give_back()
         ahead = self._runner.runs_ahead and self._scheduler.runs_ahead
         if self._in_flight and not ahead:
             self._land()
@@ -331,6 +351,8 @@ class Engine:
         plan = self._scheduler.schedule(ahead=ahead)
         if plan.rows:
             self._launch(plan)
+        elif not self._in_flight and self._refusals and self._cache.num_blocks < self.info.num_blocks:
+            self._without_memory()
         elif not self._in_flight:
             # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
             raise RuntimeError(f"nothing can be scheduled for {len(self._sequences)} live requests")
@@ -343,13 +365,21 @@ class Engine:
             group, _ = self._sequences[row.request_id]
             if group.first_scheduled_time is None:
                 group.first_scheduled_time = now
+        if plan.num_blocks != self._pool_blocks:
+            while self._in_flight:  # arrays are replaced: nothing may be using them
+                self._land()
         try:
             launched = self._runner.launch(plan)
+        except PoolMemoryError as error:
+            self._refuse_growth(error)
+            self._scheduler.withdraw(plan, self._pool_blocks)
         except Exception as error:
+            self._took_size(plan)
             while self._in_flight:
                 self._land()
             self._fail(plan, error)
         else:
+            self._took_size(plan)
             self._in_flight.append((plan, launched))
 
     def _land(self, *, built_on: Exception | None = None) -> None:
@@ -512,6 +542,88 @@ class Engine:
         self._groups.clear()
         self._sequences.clear()
 
+    # ---- the pool's size
+
+    @property
+    def is_sleeping(self) -> bool:
+        """The pool has been given back, and no request has come since."""
+        return self._asleep
+
+    def sleep(self) -> None:
+        """Give the pool's memory back, and forget every cached prefix. The next request wakes the engine.
+
+        Raises:
+            EngineBusyError: requests are being served.
+        """
+        if self.has_work:
+            count = len(self._groups)
+            raise EngineBusyError(
+                f"the engine is serving {count} request{'' if count == 1 else 's'}: wait until they have "
+                "ended, or abort them"
+            )
+        self._scheduler.reset_prefix_cache()
+        self._resize(1)
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """End a sleep: the pool has the size that it had at start. Nothing if the engine is awake.
+
+        Raises:
+            PoolMemoryError: there is no memory for it now.
+        """
+        if self._asleep:
+            self._scheduler.allow_growth()
+            self._resize(self._least_blocks)
+            self._asleep = False
+
+    def give_back(self) -> None:
+        """Give back the memory of blocks that no request has used for ``kv_idle_seconds``."""
+        now = time.monotonic()
+        if self._refusals and now >= self._grow_again:
+            self._scheduler.allow_growth()
+        if self._window is None:
+            return
+        most = self._window.observe(self._cache.pool.num_held, now)
+        if most is None:
+            return
+        growth, least = self._cache.pool.growth, self._least_blocks
+        needed = least + max(0, -(-(1 + most - least) // growth)) * growth
+        if needed < self._pool_blocks:
+            while self._in_flight:
+                self._land()
+            self._resize(needed)
+
+    def idle_seconds(self) -> float | None:
+        """How long to wait at most before :meth:`give_back`; ``None`` if there is nothing to give."""
+        if self._window is None or self._pool_blocks <= self._least_blocks:
+            return None
+        return self._window.left(time.monotonic())
+
+    def _resize(self, num_blocks: int) -> None:
+        plan = self._scheduler.resize(num_blocks)
+        try:
+            self._runner.launch(plan).read()
+        except PoolMemoryError as error:
+            self._refuse_growth(error)
+            self._scheduler.resize(self._pool_blocks)
+            raise
+        self._took_size(plan)
+
+    def _took_size(self, plan: StepPlan) -> None:
+        self._growths += plan.num_blocks > self._pool_blocks
+        self._shrinks += plan.num_blocks < self._pool_blocks
+        self._pool_blocks = plan.num_blocks
+
+    def _refuse_growth(self, error: PoolMemoryError) -> None:
+        self._refusals += 1
+        self._refusal = str(error)
+        self._grow_again = time.monotonic() + GROWTH_PAUSE
+
+    def _without_memory(self) -> None:
+        """The first waiting request does not fit into the pool, even alone, and the pool cannot grow."""
+        request = self._scheduler.waiting.peek()
+        self._drop(self._sequences[request.request_id][0].request_id, self._refusal, None)
+
     # ---- looking in
 
     def reset_prefix_cache(self) -> bool:
@@ -535,8 +647,12 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prefix_queries=cache.stats.queries,
             prefix_hits=cache.stats.hits,
-            pool_bytes=self.info.pool_bytes,
+            pool_bytes=self.info.pool_bytes // self.info.num_blocks * self._pool_blocks,
             steps=scheduler.num_steps,
+            pool_budget_bytes=self.info.pool_bytes,
+            pool_growths=self._growths,
+            pool_shrinks=self._shrinks,
+            pool_growths_refused=self._refusals,
         )
 
     def blocks(self) -> BlocksView:

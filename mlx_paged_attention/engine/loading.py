@@ -5,18 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
-import psutil
+from mlx.utils import tree_flatten
 
-from mlx_paged_attention.cache.sizing import check_budget, plan_pool, step_tokens
+from mlx_paged_attention.cache.sizing import check_budget, plan_pool, step_limits, step_tokens
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.inspection import ModelInspection
-from mlx_paged_attention.engine.outputs import EngineInfo
+from mlx_paged_attention.engine.outputs import EngineInfo, MemoryPlan
 from mlx_paged_attention.errors import InvalidRequestError, UnsupportedModelError
 from mlx_paged_attention.models.cache_spec import observe_cache
 from mlx_paged_attention.models.load import LoadedModel, load_model
 from mlx_paged_attention.models.source import ModelSource
+from mlx_paged_attention.runner.activations import measure_activations
 from mlx_paged_attention.runner.grouping import choose_groups
 from mlx_paged_attention.runner.kv_pool import make_pool
+from mlx_paged_attention.runner.memory import device_memory
 from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.runner.self_check import choose_layout
@@ -46,8 +48,8 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
         ModelLoadError, UnsupportedModelError, InvalidRequestError: see the parts.
     """
     backend = choose_backend(config)
-    if config.kv_memory is not None:  # once more when the weights have taken theirs
-        check_budget(config.kv_memory, _free_memory(backend), "kv_memory", config.kv_memory)
+    if isinstance(config.kv_memory, int):  # once more when the weights have taken theirs
+        check_budget(config.kv_memory, device_memory().free, "kv_memory", config.kv_memory)
     progress(f"loading {source.name}")
     loaded = load_model(source, dtype=config.dtype, device="cpu" if backend == "cpu" else "gpu")
     return prepare_engine(config, loaded, source.name, backend, progress)
@@ -80,16 +82,24 @@ def prepare_engine(
     if grouping.windows_kept is not None:
         notes.append(f"sliding windows are masked, and nothing behind them is freed: {grouping.windows_kept}")
 
+    max_num_seqs, max_tokens = step_limits(config, on_host=on_host)
+    activations, copies = measure_activations(host, spec, layout, max_tokens=max_tokens, on_host=compiled)
+    activations += 2 * 4 * max_num_seqs * loaded.vocab_size  # logits, and what sampling makes of them
+    free = device_memory()
+    weights = sum(array.nbytes for array in dict(tree_flatten(loaded.model.parameters())).values())
+    memory = MemoryPlan(free.limited_by, free.free + weights, weights, activations, copies)
     plan = plan_pool(
         config,
         bytes_per_block=spec.bytes_per_block_of(grouping.groups),
         windows=windows,
         bytes_per_state=spec.bytes_per_state,
         model_max_len=loaded.max_model_len,
-        free_memory=_free_memory(backend),
+        free_memory=free.free,
+        step_memory=activations + copies,
         on_host=on_host,
     )
-    pool = make_pool(spec, plan.num_blocks, host=compiled, groups=grouping.groups)
+    start = plan.start_blocks or plan.num_blocks
+    pool = make_pool(spec, start, host=compiled, groups=grouping.groups, max_blocks=plan.num_blocks)
     info = EngineInfo(
         model=name,
         backend=backend,
@@ -101,13 +111,15 @@ def prepare_engine(
         bytes_per_token=pool.bytes_per_token,
         bytes_beyond_windows=spec.bytes_beyond_windows(grouping.groups),
         windows=windows,
-        pool_bytes=pool.nbytes,
+        pool_bytes=pool.nbytes // start * plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         full_length_requests=plan.full_length_requests,
         bytes_per_state=spec.bytes_per_state,
         num_states=plan.num_states,
+        start_blocks=plan.start_blocks,
+        memory=memory,
         eos_token_ids=loaded.eos_token_ids,
         notes=[*loaded.notes, *notes, *plan.notes],
     )
@@ -148,14 +160,3 @@ def choose_backend(config: EngineConfig) -> str:
         return "cpu"
     mx.set_default_device(mx.gpu)
     return gpu
-
-
-def _free_memory(backend: str) -> int:
-    """Bytes that weights have left over for the pool."""
-    available = psutil.virtual_memory().available
-    if backend == "cpu":
-        return available
-    limits = mx.device_info()
-    limit = limits.get("max_recommended_working_set_size") or limits.get("total_memory") or available
-    free = int(limit) - mx.get_active_memory()
-    return min(free, available) if backend == "metal" else free

@@ -88,13 +88,18 @@ class EngineStats:
     """Counts at one moment; tokens, blocks and bytes as named.
 
     Attributes:
-        num_blocks: blocks in the pool, the null block included.
-        free_blocks: blocks no request holds; ``cached_blocks`` of them can still be hit.
+        num_blocks: blocks that the budget allows, the null block included: what the pool may hold.
+        free_blocks: of those, blocks no request holds; ``cached_blocks`` of them can still be hit.
         cached_blocks: free blocks that carry a published prefix.
         used_blocks: blocks held by requests.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: of those, tokens found.
-        pool_bytes: size of the KV arrays.
+        pool_bytes: size of the KV arrays now.
+        pool_budget_bytes: what they may grow to.
+        pool_growths: times that the pool grew.
+        pool_shrinks: times that it gave memory back.
+        pool_growths_refused: times that it should have grown and there was no memory: requests were
+            preempted instead.
     """
 
     num_blocks: int
@@ -109,6 +114,32 @@ class EngineStats:
     prefix_hits: int
     pool_bytes: int
     steps: int
+    pool_budget_bytes: int = 0
+    pool_growths: int = 0
+    pool_shrinks: int = 0
+    pool_growths_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the memory goes; bytes.
+
+    Attributes:
+        total: free memory with that of the weights, as limited by ``limited_by``.
+        activations: what a full step takes beside the pool, from one measured at load.
+        copies: most that copies of contexts take beside the pool (on a CPU).
+        left: what remains of all this, for the pool and whatever else the machine runs.
+    """
+
+    limited_by: str
+    total: int
+    weights: int
+    activations: int
+    copies: int
+
+    @property
+    def left(self) -> int:
+        return self.total - self.weights - self.activations - self.copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +150,13 @@ class EngineInfo:
         model: the name requests use.
         backend: ``"metal"``, ``"cuda"`` or ``"cpu"``.
         forward: how a step is run: ``"packed rows"``, ``"row layout"`` or ``"dense gather"``.
+        num_blocks: blocks that the budget allows, the null block included.
+        start_blocks: of those, as many as the pool begins with; 0: all of them, and it stays so.
         bytes_per_token: KV bytes of one token over all layers.
         bytes_beyond_windows: KV bytes that are kept of a token that lies behind all windows; all of them
             if the model has no windows, or if what lies behind them is kept.
-        pool_bytes: size of the KV arrays.
+        pool_bytes: size of the KV arrays with all blocks.
+        memory: what the budget is part of; ``None`` if that is not known.
         full_length_requests: how many requests of ``max_model_len`` the pool holds at once.
         bytes_per_state: what recurrent layers keep of one sequence, whatever its length; 0 without any.
         windows: of the layer groups; ``None`` is a group that looks back on everything.
@@ -148,6 +182,8 @@ class EngineInfo:
     windows: tuple[int | None, ...] = (None,)
     bytes_per_state: int = 0
     num_states: int = 0
+    start_blocks: int = 0
+    memory: MemoryPlan | None = None
     eos_token_ids: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.batch import AttentionBatch
-from mlx_paged_attention.ops.layer import AttentionLayer
+from mlx_paged_attention.ops.layer import AttentionLayer, resized
 from mlx_paged_attention.ops.paged_attention import gather_blocks, paged_attention
 
 
@@ -31,6 +31,10 @@ class DeviceLayer(AttentionLayer):
     @property
     def state(self) -> tuple[mx.array, ...]:
         return self.k, self.v
+
+    def resize(self, num_blocks: int) -> None:
+        self.k = resized(self.k, num_blocks)  # one plane after the other: each leaves room for the next
+        self.v = resized(self.v, num_blocks)
 
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         blocks, offsets = batch.device_slots

@@ -30,8 +30,8 @@ class HostLayer(AttentionLayer):
     """Planes in float32, ``[kv_heads, blocks, block_size, head_dim]``, as arrays of MLX and views of numpy.
 
     MLX's CPU back end runs no custom kernels, so each layer evaluates its queries, keys and
-    values and works on numpy's zero-copy views of them. The pool never changes address, and
-    the operating system commits its pages as blocks are first written.
+    values and works on numpy's zero-copy views of them. The operating system commits the pool's pages as
+    blocks are first written, so all that it may ever grow to is reserved at once, and growing costs nothing.
 
     Stopping the graph in every layer costs a step of one token a tenth of its time. If that
     token's context lies in few pieces, MLX multiplies by slices of the pool, which copies
@@ -40,12 +40,15 @@ class HostLayer(AttentionLayer):
     """
 
     pack_limit = sys.maxsize  # a run costs the same whether its tokens are rows or one chunk
+    most_copied = MOST_COPIED
 
-    def __init__(self, spec: LayerKVSpec, num_blocks: int) -> None:
+    def __init__(self, spec: LayerKVSpec, num_blocks: int, max_blocks: int | None = None) -> None:
         super().__init__(spec)
+        self._num_blocks = num_blocks
+        self._max_blocks = num_blocks if max_blocks is None else max_blocks
         # The same memory twice: numpy's views write, MLX's arrays only read.
-        self._pool_k, self.k = _reserve(spec.planes[0], num_blocks)
-        self._pool_v, self.v = _reserve(spec.planes[1], num_blocks)
+        self._pool_k, self.k = _reserve(spec.planes[0], self._max_blocks)
+        self._pool_v, self.v = _reserve(spec.planes[1], self._max_blocks)
         self._unwritten: tuple[mx.array, mx.array, AttentionBatch] | None = None
         self._copy = ContextCopy((self.k, self.v), MOST_COPIED)
 
@@ -57,7 +60,17 @@ class HostLayer(AttentionLayer):
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k[:, : self._num_blocks].nbytes + self.v[:, : self._num_blocks].nbytes
+
+    def resize(self, num_blocks: int) -> None:
+        assert num_blocks <= self._max_blocks
+        if num_blocks < self._num_blocks:
+            # What is given back is not the pages of some blocks, but all of them: those that stay move.
+            del self._copy  # which holds the planes
+            self._pool_k, self.k = _moved(self.spec.planes[0], self._max_blocks, self.k, num_blocks)
+            self._pool_v, self.v = _moved(self.spec.planes[1], self._max_blocks, self.v, num_blocks)
+            self._copy = ContextCopy((self.k, self.v), MOST_COPIED)
+        self._num_blocks = num_blocks
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -226,6 +239,13 @@ def _reserve(plane: Plane, num_blocks: int) -> tuple[mx.array, F32]:
     kv_heads, block_size, head_dim = plane.shape
     array, view = reserve((kv_heads, num_blocks * block_size, head_dim))
     return array, view.reshape(kv_heads, num_blocks, block_size, head_dim)
+
+
+def _moved(plane: Plane, max_blocks: int, old: F32, num_blocks: int) -> tuple[mx.array, F32]:
+    """Memory for ``max_blocks`` of which the first ``num_blocks`` are those of ``old``."""
+    array, view = _reserve(plane, max_blocks)
+    view[:, :num_blocks] = old[:, :num_blocks]
+    return array, view
 
 
 def _token_rows(x: mx.array) -> F32:

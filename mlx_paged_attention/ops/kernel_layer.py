@@ -11,12 +11,12 @@ from mlx_paged_attention.ops.kernels.decode import paged_decode, supports, threa
 from mlx_paged_attention.ops.kernels.make import backend
 from mlx_paged_attention.ops.kernels.order import Order, no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
-from mlx_paged_attention.ops.layer import AttentionLayer
+from mlx_paged_attention.ops.layer import AttentionLayer, resized
 from mlx_paged_attention.ops.packing import TILE, Packing
 
 
 class KernelLayer(AttentionLayer):
-    """Planes as MLX arrays, ``[blocks, kv_heads, block_size, head_dim]``, that never change identity.
+    """Planes as MLX arrays, ``[blocks, kv_heads, block_size, head_dim]``; only ``resize`` replaces them.
 
     Args:
         order: that of all layers whose operations are to run in the order stated; every
@@ -52,6 +52,10 @@ class KernelLayer(AttentionLayer):
     def discard(self) -> None:
         # The token is made by what cannot be computed; whoever took it could not be either.
         self.order.token = no_token()
+
+    def resize(self, num_blocks: int) -> None:
+        self.k = resized(self.k, num_blocks)  # one plane after the other: each leaves room for the next
+        self.v = resized(self.v, num_blocks)
 
     def write(self, keys: mx.array, values: mx.array, batch: AttentionBatch) -> None:
         self.order.token = write_kv(keys, values, self.k, self.v, batch.device_slot_ids, self.order.token)

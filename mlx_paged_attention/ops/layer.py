@@ -25,6 +25,8 @@ class AttentionLayer(ABC):
 
     # The longest chunk that may join the single tokens of a step as rows of one token each.
     pack_limit = 32
+    # Bytes that it may take beside its planes, for copies of them.
+    most_copied = 0
 
     def __init__(self, spec: LayerKVSpec) -> None:
         self.spec = spec
@@ -45,6 +47,18 @@ class AttentionLayer(ABC):
         twin = copy.copy(self)
         twin.spec = spec
         return twin
+
+    def follow(self, other: Self) -> None:
+        """Take the arrays of the layer whose twin this is, which has changed their size."""
+        vars(self).update(vars(other.twin(self.spec)))
+
+    @abstractmethod
+    def resize(self, num_blocks: int) -> None:
+        """Have so many blocks; those that stay keep their contents.
+
+        All that was stated has run, and nobody else holds the arrays. Takes at most as much memory beside
+        them as the layer has afterwards.
+        """
 
     def flush(self) -> None:  # noqa: B027  # most layers put nothing off
         """Write what has been put off; whoever reads the pool by other ways than this class flushes first."""
@@ -130,3 +144,15 @@ class AttentionLayer(ABC):
         return chunk_attention(
             queries, keys, values, start=start - first, scale=scale, window=window, sinks=sinks
         )
+
+
+def resized(plane: mx.array, num_blocks: int) -> mx.array:
+    """An array ``[num_blocks, ...]`` of its own that begins as ``plane`` does; what is new is 0."""
+    kept = plane.shape[0]
+    if num_blocks < kept:
+        new = mx.contiguous(plane[:num_blocks])  # copies what is in a larger buffer
+    else:
+        new = mx.zeros((num_blocks, *plane.shape[1:]), plane.dtype)
+        new[:kept] = plane
+    mx.eval(new)
+    return new

@@ -32,6 +32,10 @@ class CompiledStep:
         self._tile_cuts = self._find_cuts(TILE)
         self._compiled: dict[StepShape, _Compiled] = {}
 
+    def forget(self) -> None:
+        """Drop what was compiled: the pool's arrays change."""
+        self._compiled.clear()
+
     def shape_of(self, batch: AttentionBatch, num_wanted: int) -> StepShape | None:
         """The shape in which a batch of one token per row is compiled; ``None`` if it cannot be."""
         if not batch.singles_only:

@@ -1,5 +1,6 @@
 """KVPool: the physical keys and values of every layer."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -7,11 +8,13 @@ import mlx.core as mx
 
 from mlx_paged_attention.cache.layer_groups import LayerGroup, one_group
 from mlx_paged_attention.cache.spec import LayerKVSpec
+from mlx_paged_attention.errors import PoolMemoryError
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels.order import Order
 from mlx_paged_attention.ops.layer import AttentionLayer
+from mlx_paged_attention.runner.memory import device_memory
 
 Layer = TypeVar("Layer", bound=AttentionLayer)
 
@@ -66,6 +69,42 @@ class KVPool:
         """Arrays to evaluate so that all that has been stated has run."""
         return [array for layer in self.layers for array in layer.state]
 
+    def resize(self, num_blocks: int) -> None:
+        """Have so many blocks, layer by layer; those that stay keep their contents.
+
+        All that was stated has run. Beside the pool as it is before or after, whichever is larger, this
+        takes the memory of one layer.
+
+        Raises:
+            PoolMemoryError: there is no memory to grow; the pool is as it was.
+        """
+        before, self.num_blocks = self.num_blocks, num_blocks
+        self.flush()
+        changed: list[list[AttentionLayer]] = []
+        try:
+            self._require_memory(before)
+            for place in self.places:
+                _resize(place, num_blocks)
+                changed.append(place)
+        except (RuntimeError, MemoryError) as error:  # MLX's allocators raise the one or the other
+            if num_blocks < before:
+                raise
+            self.num_blocks = before
+            for place in changed:
+                with contextlib.suppress(RuntimeError, MemoryError):  # then it has blocks that nobody uses
+                    _resize(place, before)
+            raise PoolMemoryError(
+                f"the KV pool cannot grow from {before} to {num_blocks} blocks: {error}"
+            ) from error
+        finally:
+            mx.clear_cache()
+
+    def _require_memory(self, before: int) -> None:
+        """Refuse to grow into memory that is not there: systems promise more than they have."""
+        added = (self.num_blocks - before) * sum(place[0].spec.bytes_per_block for place in self.places)
+        if added > 0 and added > (memory := device_memory()).free:
+            raise PoolMemoryError(f"{added >> 20} MiB more are needed, {memory.free >> 20} MiB are free")
+
     def flush(self) -> None:
         """Write what layers have put off."""
         for layer in self.layers:
@@ -110,20 +149,28 @@ class KernelPool(KVPool):
 
 
 def make_pool(
-    spec: ModelCacheSpec, num_blocks: int, *, host: bool, groups: Sequence[LayerGroup] | None = None
+    spec: ModelCacheSpec,
+    num_blocks: int,
+    *,
+    host: bool,
+    groups: Sequence[LayerGroup] | None = None,
+    max_blocks: int | None = None,
 ) -> KVPool:
     """A pool of the fastest kind that there is here, for the model's attention layers, which may be none.
 
     Args:
         groups: one with all layers by default.
         host: keep the arrays in host memory, for MLX's CPU back end.
+        max_blocks: as many as the pool will ever grow to; ``None``: it will not.
     """
     groups = groups or one_group(len(spec.layers))
     if host:
         # Imported on demand: the compiler for the host's kernel exists only where it is needed.
         from mlx_paged_attention.ops.host import HostLayer
 
-        host_layers = _make_layers(spec.layers, groups, lambda layer: HostLayer(layer, num_blocks))
+        host_layers = _make_layers(
+            spec.layers, groups, lambda layer: HostLayer(layer, num_blocks, max_blocks)
+        )
         return KVPool(host_layers, num_blocks, spec.block_size, groups)
     if spec.layers and all(KernelLayer.supports(layer) for layer in spec.layers):
         return KernelPool(spec.layers, num_blocks, spec.block_size, groups)
@@ -136,6 +183,14 @@ def make_pool(
 
     layers = _make_layers(spec.layers, groups, make_layer)
     return KVPool(layers, num_blocks, spec.block_size, groups)
+
+
+def _resize(place: Sequence[AttentionLayer], num_blocks: int) -> None:
+    """Have so many blocks at one place."""
+    first, *twins = place
+    first.resize(num_blocks)
+    for twin in twins:
+        twin.follow(first)
 
 
 def _places(groups: Sequence[LayerGroup]) -> list[list[int]]:

@@ -232,10 +232,15 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> "LaunchedStep":
         """Start a step: every row's tokens, then one new token for each row that samples.
 
+        A plan for another size of the pool comes when all steps before it have been read.
+
         Raises:
+            PoolMemoryError: the pool cannot grow as planned; nothing has changed.
             MemoryError: there was no memory for it.
             Exception: whatever the model raises.
         """
+        if plan.num_blocks not in (0, self._pool.num_blocks):
+            self._resize(plan.num_blocks)
         with all_or_nothing(plan, self._pool, self._states):
             try:
                 return self._launch(plan)
@@ -259,6 +264,14 @@ class ModelRunner:
         self._last = (token_ids, {key: i for i, key in enumerate(sampled)})
         rows = {row.request_id: self._rows[row.request_id] for row in plan.rows}
         return LaunchedStep(self._pool, self._states, plan, forwards, rows, sampled, pending, state)
+
+    def _resize(self, num_blocks: int) -> None:
+        if self._compiled is not None:
+            self._compiled.forget()
+        if num_blocks == 1:  # nobody has a block, nor a state
+            self._states.clear()
+        mx.eval(self._pool.state)
+        self._pool.resize(num_blocks)
 
     def forward(self, plan: StepPlan) -> list[ForwardOutput]:
         """Run the plan's forwards, which are its rows in order."""

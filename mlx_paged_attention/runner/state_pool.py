@@ -102,6 +102,10 @@ class StatePool:
         for cache in self.caches:
             cache.cache = [None] * len(cache.cache)
 
+    def clear(self) -> None:
+        """Forget every state."""
+        self.drop(list(self._slots))
+
 
 def _map(arrays: Arrays, function: Callable[[mx.array], mx.array]) -> Arrays:
     return [[None if array is None else function(array) for array in layer] for layer in arrays]

@@ -271,7 +271,8 @@ class Scheduler:
         self._start_forks()
         if not rows:
             return StepPlan(self.num_steps, [], [], [])
-        plan = StepPlan(self.num_steps, new, rows, self._released, copies, changes)
+        num_blocks = self.manager.num_blocks
+        plan = StepPlan(self.num_steps, new, rows, self._released, copies, changes, num_blocks)
         self._released = []
         self.num_copies += len(copies)
         requests = {key: share.request for key, share in shares.items()}
@@ -354,6 +355,42 @@ class Scheduler:
         failed.end()
         later = [flight for step, flight in self._in_flight.items() if step > plan.step]
         return unpublish_failed(self.manager, failed, later, self.running)
+
+    def withdraw(self, plan: StepPlan, num_blocks: int) -> None:
+        """Takes back the last plan, which needs more blocks than there is memory for; nothing of it has run.
+
+        Its requests, and forks that share what it was to write, are preempted, and the pool does not grow
+        until :meth:`allow_growth`.
+
+        Args:
+            num_blocks: as many as the runner has.
+        """
+        unseen = {new.request_id for new in plan.new}
+        released, self._released = self._released, []
+        self.retract_step(plan)
+        gone = [*released, *self._released]
+        self._released = plan.released + [key for key in gone if key not in unseen]
+        self.manager.pool.limit = num_blocks
+        left = self.manager.shrink(num_blocks)
+        assert left == num_blocks, "blocks that are not there belong to a request that was not planned"
+
+    def allow_growth(self) -> None:
+        """The pool may grow up to its budget (again)."""
+        self.manager.pool.limit = self.manager.pool.max_blocks
+
+    def resize(self, num_blocks: int) -> StepPlan:
+        """A plan that computes nothing and changes the pool to ``num_blocks``, or as far down as goes.
+
+        Nothing may be in flight.
+        """
+        assert not self._in_flight
+        if num_blocks > self.manager.num_blocks:
+            self.manager.pool.grow(num_blocks)
+        else:
+            self.manager.shrink(num_blocks)
+        plan = StepPlan(self.num_steps, [], [], self._released, num_blocks=self.manager.num_blocks)
+        self._released = []
+        return plan
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets every published block.

@@ -73,6 +73,8 @@ class StepPlan(msgspec.Struct, frozen=True):
         released: requests whose runner state may be dropped before the step (finished,
             aborted or preempted since the last plan).
         changes: of the tables of requests that are not new.
+        num_blocks: that the pool has from this step on; 0 leaves it as it is. A plan without rows is there
+            for this alone.
     """
 
     step: int
@@ -81,6 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     released: list[str]
     copies: list[tuple[int, int]] = []
     changes: list[TableChange] = []
+    num_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:

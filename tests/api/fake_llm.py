@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from mlx_paged_attention.api.llm import check_sleep_level
 from mlx_paged_attention.cache.block_map import BlockRun
 from mlx_paged_attention.engine.blocks_view import BlocksView, RequestView
 from mlx_paged_attention.engine.outputs import (
@@ -17,7 +18,12 @@ from mlx_paged_attention.engine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError, RequestTooLongError
+from mlx_paged_attention.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestTooLongError,
+)
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.text.messages import normalize_messages
 
@@ -92,12 +98,26 @@ class FakeLLM:
         self.active: set[str] = set()
         self.aborted = 0
         self.ending = False
+        self.asleep = False
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.closed = False
         self._answer = answer
         self._cached = cached
         self._ids = itertools.count()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.asleep
+
+    async def sleep(self, level: int = 1) -> None:
+        check_sleep_level(level)
+        if self.active:
+            raise EngineBusyError("the engine is serving 1 request")
+        self.asleep = True
+
+    async def wake_up(self) -> None:
+        self.asleep = False
 
     @property
     def is_alive(self) -> bool:
@@ -116,8 +136,12 @@ class FakeLLM:
             preemptions=3,
             prefix_queries=640,
             prefix_hits=320,
-            pool_bytes=INFO.pool_bytes,
+            pool_bytes=INFO.pool_bytes // 2,
             steps=7,
+            pool_budget_bytes=INFO.pool_bytes,
+            pool_growths=5,
+            pool_shrinks=2,
+            pool_growths_refused=1,
         )
 
     async def blocks(self) -> BlocksView:

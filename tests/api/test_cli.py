@@ -14,7 +14,7 @@ from cli_run import Started, run, started
 from fake_llm import ANSWER
 
 import mlx_paged_attention
-from mlx_paged_attention.api.commands.flags import EngineFlags, SamplingFlags, parse_bytes
+from mlx_paged_attention.api.commands.flags import EngineFlags, SamplingFlags, parse_bytes, parse_kv_memory
 from mlx_paged_attention.api.server.graceful import GracefulServer
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.errors import ModelLoadError
@@ -74,6 +74,7 @@ def test_every_engine_flag_arrives(
         "adapter_path": ("some/where", "some/where"),
         "block_size": ("8", 8),
         "kv_memory": ("2MiB", 2 << 20),
+        "kv_idle_seconds": ("2.5", 2.5),
         "scheduling_policy": ("priority", "priority"),
         "max_overtaken_seconds": ("2.5", 2.5),
         "watchdog_seconds": ("60", 60.0),
@@ -239,6 +240,22 @@ def test_sizes_are_read_as_people_write_them(text: str, value: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.5", 0.5), (".25", 0.25), ("1.0", 1.0), ("1", 1), ("1.5", 1.5), ("0.5GiB", 1 << 29), ("512", 512)],
+)
+def test_memory_for_the_pool_is_bytes_or_a_fraction(text: str, value: float) -> None:
+    parsed = parse_kv_memory(text)
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+def test_a_fraction_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "generate", "x", "--kv-memory", "0.7")
+    assert started().options.kv_memory == 0.7
+    for refused in ("0.0", "1.5"):
+        assert "a fraction above 0" in run(capsys, "generate", "x", "--kv-memory", refused)[2]
 
 
 def test_the_version_is_the_same_by_every_entry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -303,6 +303,10 @@ async def test_the_engines_own_numbers_are_read_at_the_scrape(
     assert metric("num_requests_waiting") == 0
     assert metric("kv_cache_usage_perc") == 2 / 100
     assert metric("num_preemptions_total") == 3
+    assert metric("kv_pool_bytes") * 2 == metric("kv_pool_budget_bytes") == llm.info.pool_bytes
+    assert metric("kv_pool_growths_total") == 5
+    assert metric("kv_pool_shrinks_total") == 2
+    assert metric("kv_pool_growths_refused_total") == 1
     assert metric("prefix_cache_queries_total") == 640
     assert metric("prefix_cache_hits_total") == 320
     assert metric("cache_config_info", block_size="16", num_gpu_blocks="101") == 1

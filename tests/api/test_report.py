@@ -6,7 +6,7 @@ import pytest
 from fake_llm import INFO
 
 from mlx_paged_attention.api.report import cut_report, speed_report, startup_report
-from mlx_paged_attention.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from mlx_paged_attention.engine.outputs import CompletionOutput, MemoryPlan, RequestMetrics, RequestOutput
 
 
 def output(*answers: tuple[int, str]) -> RequestOutput:
@@ -50,3 +50,36 @@ def test_what_cut_answers_short_is_named(
 ) -> None:
     assert cut_report([output(*answers)], 5, replace(INFO, num_blocks=num_blocks)) == line
     assert cut_report([output(one) for one in answers], 5, replace(INFO, num_blocks=num_blocks)) == line
+
+
+def test_the_arithmetic_of_memory_is_shown_line_by_line() -> None:
+    gib = 1 << 30
+    memory = MemoryPlan("free memory of the machine", 16 * gib, 4 * gib, gib // 2, gib // 4)
+    info = replace(
+        INFO,
+        memory=memory,
+        num_blocks=257,
+        start_blocks=33,
+        bytes_per_token=1 << 20,
+        pool_bytes=257 << 24,
+        max_model_len=100_000,
+    )
+    lines = startup_report(info).splitlines()
+    assert lines[1:8] == [
+        "memory       16.0 GiB  free memory of the machine, weights included",
+        "          -   4.0 GiB  weights",
+        "          - 512.0 MiB  activations of a step of 64 tokens",
+        "          - 256.0 MiB  at most, copies of contexts",
+        "          =  11.2 GiB  left; the KV cache may take 4.0 GiB of it",
+        "KV cache  256 blocks of 16 tokens (and the null block), 1.0 MiB per token, pool 528.0 MiB, which "
+        "grows to 4.0 GiB as it is needed",
+        "longest   a context of 4,096 tokens fits; the KV cache holds 4,096 tokens",
+    ]
+
+
+def test_what_takes_nothing_has_no_line_and_a_pool_of_given_blocks_does_not_grow() -> None:
+    memory = MemoryPlan("the recommended working set of the GPU", 1 << 30, 1 << 28, 1 << 20, 0)
+    report = startup_report(replace(INFO, memory=memory))
+    assert "copies" not in report
+    assert "pool 1.6 MiB\n" in report
+    assert "longest   a context of 256 tokens fits; the KV cache holds 1,600 tokens" in report

@@ -19,6 +19,7 @@ def plan(
     bytes_per_state=0,
     model_max_len=8192,
     free=64 * GIB,
+    step=0,
     on_host=False,
     **config,
 ) -> PoolPlan:
@@ -28,6 +29,7 @@ def plan(
         bytes_per_state=bytes_per_state,
         model_max_len=model_max_len,
         free_memory=free,
+        step_memory=step,
         on_host=on_host,
     )
 
@@ -45,15 +47,41 @@ def test_with_memory_to_spare_every_seat_holds_a_full_length_request():
     assert (derived.max_model_len, derived.notes) == (100, [])
 
 
-def test_by_default_the_pool_takes_at_most_a_quarter_of_what_is_free():
+def test_by_default_the_pool_may_take_half_of_what_a_step_leaves():
     derived = plan(free=GIB)
-    assert derived.num_blocks * BYTES_PER_BLOCK == GIB // 4
-    assert plan(free=GIB + 4 * BYTES_PER_BLOCK - 1).num_blocks == derived.num_blocks
+    assert derived.num_blocks * BYTES_PER_BLOCK == GIB // 2
+    assert plan(free=GIB + 2 * BYTES_PER_BLOCK - 1).num_blocks == derived.num_blocks
+    assert plan(free=3 * GIB, step=2 * GIB).num_blocks == derived.num_blocks
+
+
+def test_a_fraction_is_one_of_what_a_step_leaves():
+    derived = plan(free=3 * GIB, step=GIB, kv_memory=0.25)
+    assert derived.num_blocks * BYTES_PER_BLOCK == GIB // 2
+    assert plan(free=GIB, kv_memory=1.0).num_blocks * BYTES_PER_BLOCK == GIB
+    # What is asked for is given, also where it is more than all seats can fill.
+    assert plan(free=GIB, kv_memory=0.5, max_num_seqs=1, max_model_len=16).num_blocks == derived.num_blocks
+    with pytest.raises(InvalidRequestError, match=r"kv_memory \(0\.001 of 1048576 bytes\)"):
+        plan(free=MIB, kv_memory=0.001)
+
+
+def test_bytes_for_the_pool_leave_a_step_its_own():
+    plan(free=65 * BYTES_PER_BLOCK, step=BYTES_PER_BLOCK, kv_memory=64 * BYTES_PER_BLOCK)
+    with pytest.raises(InvalidRequestError, match="kv_memory"):
+        plan(free=65 * BYTES_PER_BLOCK, step=2 * BYTES_PER_BLOCK, kv_memory=64 * BYTES_PER_BLOCK)
+
+
+def test_a_pool_begins_with_two_steps_or_an_eighth_and_one_of_given_blocks_with_all():
+    assert plan(max_num_batched_tokens=160, max_num_seqs=8).start_blocks == 21
+    assert plan(max_num_batched_tokens=160, max_num_seqs=8, kv_memory=80 * BYTES_PER_BLOCK).start_blocks == 10
+    assert plan(kv_memory=3 * BYTES_PER_BLOCK).start_blocks == 2
+    assert plan(kv_memory=2 * BYTES_PER_BLOCK).start_blocks == 0
+    assert plan(num_blocks=77).start_blocks == 0
+    assert plan(bytes_per_block=0, bytes_per_state=MIB).start_blocks == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 def test_a_pool_smaller_than_the_context_shortens_it_and_says_so(block_size):
-    derived = plan(free=4 * 11 * BYTES_PER_BLOCK, block_size=block_size)
+    derived = plan(free=2 * 11 * BYTES_PER_BLOCK, block_size=block_size)
     assert derived.num_blocks == 11
     assert derived.max_model_len == 10 * block_size
     assert derived.full_length_requests == 1
@@ -90,9 +118,9 @@ def test_a_budget_for_less_than_a_block_beside_the_null_block_is_refused_with_wh
 
 
 def test_a_machine_without_memory_for_a_pool_is_told_so_in_numbers():
-    with pytest.raises(ModelLoadError, match=r"7 MiB are free .* 2\.0 MiB"):
-        plan(free=8 * MIB - 1, bytes_per_block=MIB)
-    assert plan(free=8 * MIB, bytes_per_block=MIB).num_blocks == 2
+    with pytest.raises(ModelLoadError, match=r"3 MiB are free .* 2\.0 MiB"):
+        plan(free=4 * MIB - 1, bytes_per_block=MIB)
+    assert plan(free=4 * MIB, bytes_per_block=MIB).num_blocks == 2
 
 
 def test_weights_that_leave_less_than_nothing_are_the_same_error():
@@ -127,8 +155,8 @@ def test_a_request_may_need_two_states_and_half_as_many_again_keep_snapshots():
 
 
 def test_fewer_requests_run_if_their_states_do_not_fit_and_it_is_said():
-    derived = plan(bytes_per_state=64 * MIB, free=4 * GIB)
-    assert derived.num_states == 1 + 8  # half of a quarter
+    derived = plan(bytes_per_state=64 * MIB, free=2 * GIB)
+    assert derived.num_states == 1 + 8  # half of a half
     assert derived.max_num_seqs == 4
     assert "max_num_seqs is 4: each request needs two states of 64.0 MiB" in derived.notes
     assert derived.num_blocks * BYTES_PER_BLOCK <= GIB // 2
@@ -158,9 +186,9 @@ def test_the_memory_that_a_refusal_names_is_enough(bytes_per_block, bytes_per_st
 
 def test_a_machine_without_room_for_two_states_is_too_small():
     with pytest.raises(ModelLoadError, match=r"a request needs two of 60\.0 MiB"):
-        plan(bytes_per_state=60 * MIB, free=512 * MIB)
+        plan(bytes_per_state=60 * MIB, free=256 * MIB)
     with pytest.raises(InvalidRequestError, match="lower max_num_seqs to 4 or set kv_memory to at least"):
-        plan(bytes_per_state=64 * MIB, free=4 * GIB, max_num_seqs=5)
+        plan(bytes_per_state=64 * MIB, free=2 * GIB, max_num_seqs=5)
 
 
 def test_a_model_without_attention_counts_blocks_and_makes_few():

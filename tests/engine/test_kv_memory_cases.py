@@ -18,10 +18,10 @@ def test_the_memory_budget_reaches_the_pool(tiny_model):
     with LLM(model=str(tiny_model("llama")), skip_tokenizer_init=True, kv_memory=budget) as llm:
         assert llm.info.bytes_per_token == LLAMA_BYTES_PER_TOKEN
         assert llm.info.num_blocks == llm.stats().num_blocks == budget // (16 * LLAMA_BYTES_PER_TOKEN)
-        assert llm.info.pool_bytes == llm.stats().pool_bytes <= budget
+        assert llm.stats().pool_bytes < llm.info.pool_bytes <= budget
         prompts = [varied_prompt(100, s) for s in range(40)]
         llm.generate(prompts, greedy(8))
-        assert settled_stats(llm).pool_bytes <= budget
+        assert settled_stats(llm).pool_bytes == llm.info.pool_bytes
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])

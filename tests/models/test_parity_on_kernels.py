@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from elastic import resizing_now_and_then
 from emulated_kernels import emulated_kernels, skip_without_gpu
 from parity_case import ParityCase, chunked_prefill, fork, preemption, prefix_hit, ragged_batch
 from tiny_configs import tiny_row
@@ -63,3 +64,15 @@ def case(request, kernels, tmp_path_factory) -> Iterator[ParityCase]:
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_what_the_engine_says_on_kernels_is_what_mlx_lm_says(case, feature):
     feature(case)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "jamba"])
+def test_a_pool_may_grow_and_shrink_meanwhile(kernels, name, tmp_path):
+    options = {"num_blocks": None, "kv_memory": 1 << 20, "max_num_batched_tokens": 32}
+    case = ParityCase(write_model(tiny_row(name), tmp_path), **options)
+    with resizing_now_and_then(case.llm):
+        ragged_batch(case)
+    stats = case.llm.stats()
+    assert stats.pool_growths >= 1
+    assert stats.pool_shrinks >= 1
+    case.close()

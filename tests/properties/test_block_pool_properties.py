@@ -1,6 +1,6 @@
 """Random use of the block pool: the books stay consistent whatever the order of moves."""
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -18,12 +18,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[tuple[int, bytes]] = []
-        self.pool = BlockPool(
-            NUM_BLOCKS, on_evict=lambda *block: self.evicted.append(block), enable_events=True
-        )
+        self.pool = self.make_pool()
         self.refs = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.names: dict[int, bytes] = {}
         self.index: set[bytes] = set()
+
+    def make_pool(self) -> BlockPool:
+        return BlockPool(NUM_BLOCKS, on_evict=lambda *block: self.evicted.append(block), enable_events=True)
 
     @rule(target=held, count=st.integers(0, 4))
     def take(self, count: int) -> list[Block]:
@@ -103,3 +104,92 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestBlockPool = BlockPoolMachine.TestCase
+
+
+class ElasticPoolMachine(BlockPoolMachine):
+    """As above, in a pool that grows as it is used, and is grown, shrunk and limited from outside."""
+
+    def make_pool(self) -> BlockPool:
+        return BlockPool(
+            2,
+            max_blocks=NUM_BLOCKS,
+            on_evict=lambda *block: self.evicted.append(block),
+            enable_events=True,
+        )
+
+    @rule(target=BlockPoolMachine.held, count=st.integers(0, 4))
+    def take(self, count: int) -> list[Block]:
+        pool = self.pool
+        if count > pool.num_free:
+            return []
+        free, before = pool.free_queue.get_all(), pool.num_blocks
+        fresh = next((i for i, block in enumerate(free) if block.block_hash is not None), len(free))
+        blocks = pool.get_new_blocks(count)
+        if fresh >= count:
+            assert pool.num_blocks == before
+        grown = [pool.blocks[i] for i in range(before, pool.num_blocks)]
+        assert blocks == [*free[:fresh], *grown, *free[fresh:]][:count]
+        for block_id, name in self.evicted:
+            assert self.names.pop(block_id) == name
+        self.evicted.clear()
+        for block in blocks:
+            self.refs[block.block_id] += 1
+        return blocks
+
+    @rule(num_blocks=st.integers(1, NUM_BLOCKS))
+    def shrink(self, num_blocks: int) -> None:
+        before = self.pool.num_blocks
+        left = self.pool.shrink(num_blocks)
+        held = [block_id for block_id, count in self.refs.items() if count]
+        assert left == min(before, max(num_blocks, 1 + max(held, default=0)))
+        assert {block_id for block_id, _ in self.evicted} == {i for i in self.names if i >= left}
+        for block_id, name in self.evicted:
+            assert self.names.pop(block_id) == name
+        self.evicted.clear()
+
+    @rule(num_blocks=st.integers(1, NUM_BLOCKS))
+    def grow(self, num_blocks: int) -> None:
+        if self.pool.num_blocks <= num_blocks <= self.pool.limit:
+            self.pool.grow(num_blocks)
+            assert self.pool.num_blocks == num_blocks
+
+    @rule(limited=st.booleans())
+    def limit(self, limited: bool) -> None:
+        self.pool.limit = self.pool.num_blocks if limited else NUM_BLOCKS
+
+    @rule(block_ids=st.lists(st.integers(1, NUM_BLOCKS - 1), max_size=3))
+    def unpublish(self, block_ids: list[int]) -> None:
+        super().unpublish([block_id for block_id in block_ids if block_id < self.pool.num_blocks])
+
+
+ElasticPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestElasticPool = ElasticPoolMachine.TestCase
+
+_MOVES = st.lists(
+    st.tuples(st.sampled_from(["take", "take", "publish", "free", "hit"]), st.integers(0, 9)), max_size=60
+)
+
+
+@given(moves=_MOVES, start=st.integers(1, NUM_BLOCKS))
+def test_an_elastic_pool_hands_out_the_ids_of_one_that_is_there_from_the_start(
+    moves: list[tuple[str, int]], start: int
+) -> None:
+    def ids(pool: BlockPool) -> list[list[int]]:
+        held: list[list[Block]] = []
+        handed_out = []
+        for number, (move, n) in enumerate(moves):
+            if move == "take" and n % 4 <= pool.num_free:
+                held.append(pool.get_new_blocks(n % 4))
+                handed_out.append([block.block_id for block in held[-1]])
+            elif move == "publish" and held:
+                chosen = [block for block in held[n % len(held)] if block.block_hash is None][:1]
+                if chosen:
+                    pool.publish(chosen, [bytes([number])], parent_hash=None, token_ids=[0])
+            elif move == "free" and held:
+                pool.free_blocks(reversed(held.pop(n % len(held))))
+            elif move == "hit" and (block := pool.get_cached_block(bytes([n]))) is not None:
+                pool.touch([block])
+                held.append([block])
+        return handed_out
+
+    assert ids(BlockPool(start, max_blocks=NUM_BLOCKS)) == ids(BlockPool(NUM_BLOCKS))

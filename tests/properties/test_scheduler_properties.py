@@ -5,6 +5,7 @@ preempted, resumed or overtaken, every request must get exactly the answer it ge
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from fake_runner import FakeRunner, expected_output, make_manager, make_request
@@ -24,6 +25,7 @@ MAX_MODEL_LEN = 40
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 24),
+        start_blocks=st.sampled_from([None, 1, 2, 4]),
         block_size=st.sampled_from([1, 2, 4]),
         cache=st.fixed_dictionaries(
             {
@@ -48,22 +50,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self,
         num_blocks: int,
+        start_blocks: int | None,
         block_size: int,
         cache: dict[str, Any],
         options: dict[str, Any],
         snapshots: int | None,
         windows: tuple[int | None, ...],
     ) -> None:
-        """``snapshots``: slots for states beyond what requests need; ``None`` is a model without states."""
+        """``start_blocks``: of an elastic pool, or ``None``.
+
+        ``snapshots``: slots for states beyond what requests need; ``None`` is a model without states.
+        """
         if not options["enable_chunked_prefill"]:
             options = {**options, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
         states = None
         if snapshots is not None and windows == (None,):
             states = StateSlots(1 + 2 * options["max_num_seqs"] + snapshots, block_size)
         limit = options["long_prefill_token_threshold"] or options["max_num_batched_tokens"]
+        self.elastic = start_blocks is not None
         self.manager = make_manager(
-            num_blocks,
+            start_blocks or num_blocks,
             block_size,
+            max_blocks=num_blocks,
             on_evict=lambda *block: self.evicted.append(block),
             states=states,
             windows=windows,
@@ -72,7 +80,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(self.manager, max_model_len=MAX_MODEL_LEN, **options)
         self.runner = FakeRunner(block_size, windows)
+        self.runner.num_blocks = self.manager.num_blocks
         self.evicted: list[tuple[int, bytes]] = []
+        self.unpublished: set[int] = set()
+        unpublish = self.manager.pool.unpublish
+
+        def noted(block_ids: Iterable[int]) -> None:
+            ids = list(block_ids)
+            self.unpublished.update(ids)
+            unpublish(ids)
+
+        self.manager.pool.unpublish = noted
         self.requests: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
         self.idle = 0
@@ -138,10 +156,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         waited = scheduler.num_waiting
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
         self.evicted.clear()
+        self.unpublished.clear()
         plan = scheduler.schedule(ahead=ahead)
         blocks = self.manager.pool.blocks
         still = {(i, key) for i, key in published if blocks[i].block_hash == key}
-        final = {block_id for block_id, _ in still.difference(self.evicted)}
+        # A folded duplicate may be given to who publishes the same in it again.
+        final = {block_id for block_id, _ in still.difference(self.evicted)} - self.unpublished
 
         assert plan.num_tokens <= scheduler.max_num_batched_tokens
         assert scheduler.num_running <= scheduler.max_num_seqs
@@ -172,10 +192,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert added == row.new_block_ids
             for table in tables if row.write_from < end else ():
                 assert final.isdisjoint(table[row.write_from // size : -(-end // size)])
+        assert (plan.num_blocks or self.manager.num_blocks) == self.manager.num_blocks
+        assert self.manager.num_blocks <= self.manager.num_usable_blocks + 1
         if plan.rows:
             self.in_flight.append(plan)
             self.idle = 0
-        elif was_empty and waited:
+        elif was_empty and waited and self.manager.pool.limit == self.manager.pool.max_blocks:
             self.idle += 1
             assert self.idle < 2, "waiting requests and two steps that computed nothing"
 
@@ -206,6 +228,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Those ended or preempted before may have rows in the next plan that read the garbage, for nobody.
         idle = [r.request_id for r in self.requests if r.status is not RequestStatus.RUNNING]
         self.runner.forget(idle, self.in_flight)
+
+    @precondition(lambda self: self.elastic and not self.in_flight)
+    @rule(num_blocks=st.integers(1, 24))
+    def resize(self, num_blocks: int) -> None:
+        """On request, or after a time without use: also while requests run."""
+        pool = self.manager.pool
+        held = [block.block_id for block in pool.blocks if block.ref_count]
+        before = pool.num_blocks
+        plan = self.scheduler.resize(min(num_blocks, pool.limit))
+        if num_blocks <= before:
+            assert plan.num_blocks == max(num_blocks, *(key + 1 for key in held), 1)
+        else:
+            assert plan.num_blocks == min(num_blocks, pool.limit)
+        assert self.runner.run(plan).rows == []
+
+    @precondition(lambda self: self.elastic and len(self.in_flight) < 2)
+    @rule(ahead=st.booleans())
+    def plan_without_memory(self, ahead: bool) -> None:
+        """A plan that needs a larger pool than the runner's is taken back; others run."""
+        self.plan(ahead)
+        if not self.in_flight:
+            return
+        plan = self.in_flight.pop()
+        while self.in_flight:
+            self.deliver()
+        if self.runner.num_blocks == plan.num_blocks:
+            self.in_flight.append(plan)
+            return
+        self.scheduler.withdraw(plan, self.runner.num_blocks)
+        assert self.manager.num_blocks == self.runner.num_blocks
+        self.books_agree()
+        if ahead:  # the next one makes do with what there is
+            self.plan(ahead=False)
+            assert self.manager.num_blocks == self.runner.num_blocks
+
+    @precondition(lambda self: self.manager.pool.limit < self.manager.pool.max_blocks)
+    @rule()
+    def have_memory_again(self) -> None:
+        self.scheduler.allow_growth()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -253,6 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         while self.in_flight:
             self.deliver()
+        self.scheduler.allow_growth()
         for _ in range(600):
             if not self.scheduler.has_unfinished_requests:
                 break

@@ -215,6 +215,25 @@ def test_compiled_steps_take_the_pool_that_is_there(tiny_model, traced):
     assert [(shape.tokens, shape.width) for shape in traced if isinstance(shape, DecodeShape)] == [(1, 64)]
 
 
+def test_when_the_pool_changes_its_size_what_was_compiled_goes_and_old_arrays_are_freed(tiny_model, traced):
+    host, spec = load_host(tiny_model("llama"))
+    driver = StepDriver(host, spec, PACKED.with_compiled_steps(), on_host=False)
+    driver.add("a", varied_prompt(5, 1))
+    driver.step(a=5)
+    driver.step(a=1)
+    pool, compiled = driver.runner._pool, driver.runner._compiled
+    assert compiled._compiled
+    traced.clear()
+    before = mx.get_active_memory()
+    resized = msgspec.structs.replace(driver.plan(a=1), num_blocks=128)
+    driver.take(driver.runner.launch(resized).read())
+    assert [type(shape) for shape in traced] == [DecodeShape]
+    assert len(compiled._compiled) == 1
+    assert [plane.shape[0] for plane in pool.planes] == [128] * len(pool.planes)
+    gc.collect()
+    assert mx.get_active_memory() - before < 65 * pool.nbytes // 128  # 64 blocks came, and none is held twice
+
+
 def test_nothing_is_kept_alive(tiny_model, traced):
     def serve():
         host, spec = load_host(tiny_model("llama"))

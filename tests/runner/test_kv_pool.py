@@ -1,17 +1,23 @@
 """The physical arrays: their sizes are read off them, whichever back end holds them."""
 
+import contextlib
 import subprocess
 import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from emulated_kernels import emulated_kernels
+from engine_hooks import block_planes
 
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
+from mlx_paged_attention.errors import PoolMemoryError
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.host import HostLayer
+from mlx_paged_attention.runner import kv_pool
 from mlx_paged_attention.runner.kv_pool import make_pool
+from mlx_paged_attention.runner.memory import DeviceMemory
 
 BLOCK_SIZE = 8
 
@@ -108,3 +114,138 @@ def test_a_pool_on_the_host_takes_memory_as_blocks_are_written():
 def test_a_model_without_attention_has_a_pool_of_no_bytes():
     pool = make_pool(model(), 5, host=False)
     assert (pool.nbytes, pool.bytes_per_token, pool.block_size, pool.pack_limit) == (0, 0, BLOCK_SIZE, 1)
+
+
+# ---- pools that change their size
+
+
+def filled(pool):
+    """Every block of every plane gets a value of its own; returns them as numpy arrays, blocks first."""
+    for i, layer in enumerate(pool.layers):
+        for j, name in enumerate("kv"):
+            plane = getattr(layer, name)
+            if isinstance(plane, np.ndarray):
+                plane[:] = np.arange(plane.size, dtype=np.float32).reshape(plane.shape) + i + j / 2
+            else:
+                values = (mx.arange(plane.size) % 251 + i + j / 2).reshape(plane.shape)
+                setattr(layer, name, values.astype(plane.dtype))
+    mx.eval([plane for layer in pool.layers for plane in (layer.k, layer.v) if isinstance(plane, mx.array)])
+    return contents(pool, pool.num_blocks)
+
+
+def contents(pool, num_blocks):
+    planes = [plane for layer in pool.layers for plane in block_planes(layer)]
+    return [
+        np.array(plane.astype(mx.float32) if isinstance(plane, mx.array) else plane)[:num_blocks]
+        for plane in planes
+    ]
+
+
+@pytest.fixture(params=["host", "device", "kernels"])
+def elastic_pool(request):
+    """A pool of 6 blocks, of each kind, which may have up to 40."""
+    specs = model(spec(), spec(kv_heads=3, k_dim=32, v_dim=16), spec(kv_heads=1))
+    if request.param != "kernels":
+        yield make_pool(specs, 6, host=request.param == "host", max_blocks=40)
+        return
+    with emulated_kernels():
+        yield make_pool(specs, 6, host=False, max_blocks=40)
+
+
+def test_what_blocks_hold_survives_growing_and_shrinking(elastic_pool):
+    pool = elastic_pool
+    per_block = pool.nbytes // 6
+    before = filled(pool)
+    for size in (7, 40, 20, 3):
+        pool.resize(size)
+        assert (pool.num_blocks, pool.nbytes) == (size, size * per_block)
+        kept = min(size, 6)
+        for now, then in zip(contents(pool, kept), before, strict=True):
+            np.testing.assert_array_equal(now, then[:kept])
+    pool.resize(40)
+    filled(pool)  # all of them can be written
+
+
+def test_a_pool_that_finds_no_memory_stays_as_it_is(elastic_pool, monkeypatch):
+    before = filled(elastic_pool)
+    nbytes = elastic_pool.nbytes
+    monkeypatch.setattr(kv_pool, "device_memory", lambda: DeviceMemory(nbytes, "test"))
+    elastic_pool.resize(12)
+    elastic_pool.resize(6)
+    with pytest.raises(PoolMemoryError, match=r"cannot grow from 6 to 13 blocks: 0 MiB more are needed"):
+        elastic_pool.resize(13)
+    assert (elastic_pool.num_blocks, elastic_pool.nbytes) == (6, nbytes)
+    for now, then in zip(contents(elastic_pool, 6), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[malloc] Unable to allocate"), MemoryError()])
+def test_layers_that_had_grown_shrink_again_if_a_later_one_cannot(monkeypatch, error):
+    pool = make_pool(model(spec(), spec(), spec()), 6, host=False)
+    before = filled(pool)
+    resize = DeviceLayer.resize
+
+    def fail_in_the_last_one(layer, num_blocks):
+        if layer is pool.layers[2]:
+            raise error
+        resize(layer, num_blocks)
+
+    monkeypatch.setattr(DeviceLayer, "resize", fail_in_the_last_one)
+    with pytest.raises(PoolMemoryError):
+        pool.resize(9)
+    assert pool.num_blocks == 6
+    assert [layer.k.shape[0] for layer in pool.layers] == [6, 6, 6]
+    for now, then in zip(contents(pool, 6), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.parametrize("kind", ["device", "kernels"])
+@pytest.mark.parametrize("sizes", [(600, 800), (800, 200)])
+def test_beside_the_pool_no_more_than_one_layer_is_held(kind, sizes):
+    """By MLX's own count of its memory, at its peak."""
+    layer = spec(kv_heads=4, k_dim=64, v_dim=64)
+    with emulated_kernels() if kind == "kernels" else contextlib.nullcontext():
+        pool = make_pool(model(*[layer] * 8), sizes[0], host=False)
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        pool.resize(sizes[1])
+    larger = max(sizes) * layer.bytes_per_block
+    assert mx.get_active_memory() - before == (sizes[1] - sizes[0]) * 8 * layer.bytes_per_block
+    assert mx.get_peak_memory() - before <= max(0, (sizes[1] - sizes[0]) * 8 * layer.bytes_per_block) + larger
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_pool_on_the_host_grows_for_nothing_and_gives_its_pages_back():
+    """By the process's size, and its peak, as the kernel counts them."""
+    code = (
+        "import re\n"
+        "from pathlib import Path\n"
+        "import mlx_paged_attention\n"
+        "from mlx_paged_attention.cache.spec import LayerKVSpec, Plane\n"
+        "from mlx_paged_attention.models.cache_spec import ModelCacheSpec\n"
+        "from mlx_paged_attention.runner.kv_pool import make_pool\n"
+        "def status(name):\n"
+        "    lines = Path('/proc/self/status').read_text()\n"
+        "    return int(re.search(name + r':\\s+(\\d+) kB', lines)[1]) >> 10\n"
+        "layer = LayerKVSpec(tuple(Plane(n, 'float32', (4, 16, 64)) for n in 'kv'))\n"
+        "spec = ModelCacheSpec((), (layer,) * 8, (), 16)\n"  # 256 KiB a block
+        "pool = make_pool(spec, 64, host=True, max_blocks=8192)\n"
+        "before = status('VmRSS')\n"
+        "pool.resize(4096)\n"
+        "grown = status('VmRSS') - before\n"
+        "for layer in pool.layers: layer.k[:, :2048] = 1; layer.v[:, :2048] = 1\n"
+        "written = status('VmRSS') - before\n"
+        "Path('/proc/self/clear_refs').write_text('5')\n"  # the peak begins anew
+        "pool.resize(1024)\n"
+        "print(grown, written, status('VmHWM') - before - written, status('VmRSS') - before)\n"
+        "pool.resize(1)\n"
+        "print(status('VmRSS') - before)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown, written, beside, half, none = map(int, result.stdout.split())
+    assert grown < 8
+    assert written >= 512
+    assert beside <= 64 + 8  # a layer of 2,048 blocks; half of one, in fact
+    assert half < 256 + 16
+    assert none < 16

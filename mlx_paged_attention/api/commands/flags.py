@@ -39,8 +39,19 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def _size(_: Any, tokens: Any) -> int:
-    return parse_bytes(tokens[0].value)
+def parse_kv_memory(text: str) -> int | float:
+    """Bytes as of :func:`parse_bytes`, or with a point and without a unit a fraction: ``"0.5"``, ``"1.0"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if re.fullmatch(r"\s*\d*\.\d+\s*", text):
+        return float(text)
+    return parse_bytes(text)
+
+
+def _kv_memory(_: Any, tokens: Any) -> int | float:
+    return parse_kv_memory(tokens[0].value)
 
 
 def _flag(text: str, **options: Any) -> Parameter:
@@ -84,9 +95,16 @@ class EngineFlags(ModelFlags):
         ),
     ] = None
     kv_memory: Annotated[
-        int | None,
-        _flag("Memory of the KV pool: bytes, or with a unit, as 512MiB or 4GB.", converter=_size),
+        int | float | None,
+        _flag(
+            "What the KV pool may grow to: bytes, or with a unit, as 512MiB or 4GB, or a fraction, as 0.7, "
+            "of the memory that weights and activations leave; without it half of that.",
+            converter=_kv_memory,
+        ),
     ] = None
+    kv_idle_seconds: Annotated[
+        float, _flag("Give back memory that the KV pool has not needed for so long; 0: never.")
+    ] = 600.0
     enable_prefix_caching: Annotated[bool, _flag("Reuse the KV blocks of equal prompt prefixes.")] = True
     scheduling_policy: Annotated[
         SchedulingPolicy,

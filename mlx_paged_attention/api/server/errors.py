@@ -11,9 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from mlx_paged_attention.errors import (
+    EngineBusyError,
     EngineDeadError,
     InvalidRequestError,
     MlxPagedError,
+    PoolMemoryError,
     RequestFailedError,
     RequestTooLongError,
 )
@@ -56,6 +58,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             status, param, code = 400, error.param, "context_length_exceeded"
         case InvalidRequestError():
             status, param, code = 400, error.param, None
+        case EngineBusyError():
+            status, param, code = 409, None, "engine_busy"
+        case PoolMemoryError():
+            status, param, code = 503, None, "out_of_memory"
         case EngineDeadError():
             status, param, code = 503, None, "engine_dead"
         case RequestFailedError():
@@ -89,7 +95,7 @@ def add_error_handlers(app: FastAPI) -> None:
             error_body(message, status=error.status_code), error.status_code, headers=error.headers
         )
 
-    for known_type in (ApiError, InvalidRequestError, EngineDeadError, RequestFailedError, Exception):
+    for known_type in (ApiError, MlxPagedError, Exception):
         app.add_exception_handler(known_type, known)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)

@@ -7,7 +7,10 @@ from mlx_paged_attention import __version__
 
 router = APIRouter()
 
-_PATHS = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics", "/debug/blocks")
+_PATHS = (
+    *("/v1/models", "/v1/chat/completions", "/v1/completions"),
+    *("/health", "/metrics", "/debug/blocks", "/sleep", "/wake_up", "/is_sleeping"),
+)
 
 
 @router.get("/")
