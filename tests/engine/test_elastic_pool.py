@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import mlx.core as mx
 import pytest
 from elastic import resizing_now_and_then
 from engine_hooks import between_steps, check_books, settled_stats, submit
@@ -382,6 +383,7 @@ def test_an_idle_engine_gives_memory_back_by_itself(tiny_model):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.skipif(mx.metal.is_available() or mx.cuda.is_available(), reason="the pool is a GPU's")
 def test_a_sleeping_llm_gives_back_what_it_took_to_serve(tiny_model):
     """By the process's size."""
     code = (
