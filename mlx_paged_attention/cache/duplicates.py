@@ -36,6 +36,8 @@ def fold(pool: BlockPool, duplicates: Collection[Duplicate], unwritten: Collecti
         older = pool.get_cached_block(duplicate.block_hash)
         if older is None or older is own or older.block_id in unwritten:
             continue
+        if older.ref_count == 0:
+            continue  # it is free already: to take it would give back one block for another
         if own.block_hash != duplicate.block_hash or group.blocks[index] is not own:
             continue  # unpublished, behind the window, or copied since
         pool.touch([older])

@@ -75,3 +75,19 @@ def test_a_block_that_was_evicted_and_is_being_written_anew_is_not_taken():
     while scheduler.has_unfinished_requests:
         step(scheduler, runner)
     assert second.output_token_ids == expected_output(PROMPT[:8], 30)
+
+
+def test_a_block_that_nobody_holds_is_not_taken_in_the_place_of_one_that_two_hold():
+    scheduler = Scheduler(
+        make_manager(5, 4, fold_duplicates=True), max_num_seqs=4, max_num_batched_tokens=16, max_model_len=16
+    )
+    runner, prompt = FakeRunner(4), PROMPT[:8]
+    scheduler.add_request(make_request("before", prompt, max_tokens=1))
+    step(scheduler, runner)
+    first = make_request("first", prompt, max_tokens=4, prompt_logprobs=1)
+    second = make_request("second", prompt, max_tokens=4)
+    scheduler.add_request(first)
+    scheduler.fork(first, second, 8)
+    while scheduler.has_unfinished_requests:
+        step(scheduler, runner)
+    assert first.output_token_ids == second.output_token_ids == expected_output(prompt, 4)
