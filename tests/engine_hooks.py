@@ -13,8 +13,9 @@ import numpy as np
 
 from mlx_paged_attention import LLM, AsyncLLM, SamplingParams
 from mlx_paged_attention.cache.block_pool import BlockPool
-from mlx_paged_attention.engine.engine import Engine, LaunchedStep
+from mlx_paged_attention.engine.engine import Engine
 from mlx_paged_attention.engine.outputs import EngineStats, RequestOutput
+from mlx_paged_attention.engine.runner_interface import LaunchedStep
 from mlx_paged_attention.ops.layer import AttentionLayer
 from mlx_paged_attention.scheduler.step_plan import StepPlan
 
