@@ -35,7 +35,7 @@ class InFlight:
         for row in self.plan.rows:
             request = self.requests[row.request_id]
             if request.status is RequestStatus.RUNNING and request not in self.void:
-                manager.publish_state(request, row.start + len(row.token_ids), row.state_to)
+                manager.states.publish(request, row.start + len(row.token_ids), row.state_to)
 
 
 def unpublish_failed(

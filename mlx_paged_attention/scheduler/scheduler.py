@@ -262,7 +262,7 @@ class Scheduler:
                     share.new_block_ids,
                     share.write_from,
                     sample,
-                    *self.manager.plan_state(request.request_id, end),
+                    *self.manager.states.plan(request.request_id, end),
                 )
             )
             request.num_computed_tokens = end
@@ -438,7 +438,7 @@ class Scheduler:
                     most = max(1, budget - (len(self.running) - index - 1))
                     ends = start + num_tokens == len(request.token_ids) and num_tokens <= most
                     num_tokens = num_tokens if ends else max(1, min(num_tokens, most - kept))
-                num_tokens = self.manager.chunk_end(request, start, start + num_tokens) - start
+                num_tokens = self.manager.states.chunk_end(request, start, start + num_tokens) - start
             write_from = max(start, self.manager.num_slots(request.request_id))
             new_block_ids = allocate(request, num_tokens)
             if unknown and new_block_ids is None:  # nobody loses blocks to what may be for nobody
@@ -474,7 +474,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < seats:
             request = self.waiting.peek()
             hit = manager.get_computed_blocks(request)
-            if manager.snapshot_is_coming(request, hit, self.running):
+            if manager.states.snapshot_is_coming(request, hit, self.running):
                 break
             num_tokens = min(request.num_tokens - hit.num_tokens, self._step_limit(request))
             if num_tokens > budget and not self._chunked:
@@ -482,7 +482,7 @@ class Scheduler:
             num_tokens = min(num_tokens, budget)
             if self._chunked:
                 end = hit.num_tokens + num_tokens
-                num_tokens = manager.chunk_end(request, hit.num_tokens, end, hit) - hit.num_tokens
+                num_tokens = manager.states.chunk_end(request, hit.num_tokens, end, hit) - hit.num_tokens
             block_ids = manager.allocate_slots(
                 request, num_tokens, hit, whole_sequence=True, reserved_blocks=reserved
             )
