@@ -13,8 +13,9 @@ import numpy as np
 
 from mlx_paged_attention import LLM, AsyncLLM, SamplingParams
 from mlx_paged_attention.cache.block_pool import BlockPool
-from mlx_paged_attention.engine.engine import Engine, LaunchedStep
+from mlx_paged_attention.engine.engine import Engine
 from mlx_paged_attention.engine.outputs import EngineStats, RequestOutput
+from mlx_paged_attention.engine.runner_interface import LaunchedStep
 from mlx_paged_attention.ops.layer import AttentionLayer
 from mlx_paged_attention.scheduler.step_plan import StepPlan
 
@@ -149,10 +150,10 @@ def preempt_everything(llm: AnyLLM) -> None:
 def token_budget(llm: AnyLLM, tokens: int) -> Iterator[None]:
     """Let steps that are planned inside the ``with`` block compute ``tokens`` at most."""
     scheduler = engine_of(llm)._scheduler
-    before = scheduler.max_num_batched_tokens, scheduler._threshold
+    before = scheduler.max_num_batched_tokens, scheduler._prefill.threshold
 
     def set_budget(budget: int, threshold: int) -> None:
-        scheduler.max_num_batched_tokens, scheduler._threshold = budget, threshold
+        scheduler.max_num_batched_tokens, scheduler._prefill.threshold = budget, threshold
 
     between_steps(llm, lambda: set_budget(tokens, tokens))
     try:

@@ -104,3 +104,25 @@ class RequestTable:
             for group in self.groups
         ]
         return RequestTable(groups, num_tokens, forked=True)
+
+    def partial_block(self, computed: int, num_slots: int, block_size: int) -> int | None:
+        """Index of the block that holds tokens and is now to be written from within, if there is one.
+
+        Args:
+            num_slots: that there are to be.
+        """
+        begin = max(computed, self.num_slots)  # slots that were given before have been written
+        inside = begin % block_size and num_slots > begin
+        return begin // block_size if inside else None
+
+    def check(self, request_id: str, block_size: int) -> None:
+        """Asserts its invariants, for tests."""
+        held = [block.block_id for block in self.held]
+        assert len(set(held)) == len(held), f"{request_id} holds a block twice"
+        assert 0 not in held, f"{request_id} holds the null block"
+        for group in self.groups:
+            assert len(group.blocks) == -(-self.num_slots // block_size), request_id
+            assert all(block.is_null for block in group.blocks[: group.num_behind]), request_id
+            assert group.num_published * block_size <= self.num_slots
+            for block in () if self.forked else group.blocks[group.num_published :]:
+                assert block.block_hash is None, f"{block} is published but not full"

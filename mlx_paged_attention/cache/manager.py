@@ -1,7 +1,8 @@
 """KVCacheManager: which blocks each request holds, and which of a prompt's blocks exist already."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from mlx_paged_attention.cache.block_contents import BlockContents
@@ -9,12 +10,14 @@ from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.cache.block_map import HeldTable
 from mlx_paged_attention.cache.block_need import BlockNeed
 from mlx_paged_attention.cache.block_pool import BlockPool
-from mlx_paged_attention.cache.duplicates import Duplicate, fold
+from mlx_paged_attention.cache.copy_on_write import make_writable
 from mlx_paged_attention.cache.events import CacheEvent
 from mlx_paged_attention.cache.group_table import GroupTable, RequestTable, TableChanges
 from mlx_paged_attention.cache.hit_rate import HitRateWindow
 from mlx_paged_attention.cache.prefix_hit import CachedRequest, PrefixCacheStats, PrefixHit
 from mlx_paged_attention.cache.prefix_lookup import find_prefix, group_hash
+from mlx_paged_attention.cache.publisher import Publisher
+from mlx_paged_attention.cache.request_states import RequestStates
 from mlx_paged_attention.cache.state_slots import StateSlots
 
 FullHit = Literal["one_token", "recompute_block"]
@@ -69,8 +72,7 @@ class KVCacheManager:
         )
         self.stats = PrefixCacheStats()
         self.hit_rate = HitRateWindow()
-        self.num_copies = 0  # blocks copied because forks shared them
-        self.states = states
+        self.states = RequestStates(states, block_size, enable_caching=enable_caching)
         self.need = BlockNeed(windows, block_size, max_step_tokens)
         self._windows = self.need.windows
         self._windowed = any(window is not None for window in windows)
@@ -80,9 +82,7 @@ class KVCacheManager:
         self._contents = BlockContents() if partial_hits and simple else None
         self._full_hit = full_hit
         self._tables: dict[str, RequestTable] = {}
-        self._published: list[tuple[int, bytes]] = []
-        self._fold_duplicates = fold_duplicates
-        self._duplicates: dict[str, list[Duplicate]] = {}
+        self._publisher = Publisher(self.pool, block_size, self._contents, fold_duplicates=fold_duplicates)
 
     @property
     def num_blocks(self) -> int:
@@ -142,10 +142,10 @@ class KVCacheManager:
             return PrefixHit()
         num_tokens = len(request.token_ids)
         hashes = request.block_hashes
-        if self._full_hit == "recompute_block" or self.states is not None:
+        if self._full_hit == "recompute_block" or self.states.are_kept:
             hashes = hashes[: (num_tokens - 1) // self.block_size]
         if self._windows != (None,):
-            assert self.states is None, "states and windows"
+            assert not self.states.are_kept, "states and windows"
             tables = find_prefix(self.pool, hashes, self.need, num_tokens)
             ids = tuple(block.block_id for blocks in tables for block in blocks)
             return PrefixHit(ids, min(len(tables[0]) * self.block_size, num_tokens - 1))
@@ -160,15 +160,14 @@ class KVCacheManager:
             before = hashes[len(block_ids) - 1] if block_ids else request.prefix_start
             rest = request.token_ids[found : min(found + self.block_size, num_tokens - 1)]
             # What this very step writes cannot be copied before it.
-            unwritten = {block_id for block_id, _ in self._published}
-            source, count = self._contents.find(before, rest, self.pool.blocks, unwritten)
+            source, count = self._contents.find(before, rest, self.pool.blocks, self._publisher.unwritten)
             if count < self.block_size // 4:  # less than what the copy costs
                 source, count = 0, 0
             return PrefixHit(tuple(block_ids), found + count, source)
-        if self.states is None:
+        if not self.states.are_kept:
             return PrefixHit(tuple(block_ids), min(found, num_tokens - 1))
-        count, slot = self.states.find(hashes[: len(block_ids)])
-        return PrefixHit(tuple(block_ids[:count]), count * self.block_size, state_slot=slot, num_found=found)
+        hit = self.states.find(hashes[: len(block_ids)])
+        return replace(hit, block_ids=tuple(block_ids[: hit.num_tokens // self.block_size]))
 
     def estimate_hit(self, request: CachedRequest) -> int:
         """About how many of the request's tokens are cached, found with a few lookups.
@@ -224,7 +223,7 @@ class KVCacheManager:
         groups, held = table.groups, len(table.groups[0].blocks)
         num_slots = computed + num_new_tokens
         num_new_blocks = max(0, -(-num_slots // size) - held)
-        partial = None if known is None else self._partial_block(table, computed, num_slots)
+        partial = None if known is None else table.partial_block(computed, num_slots, size)
         # Forks share the blocks of all groups, until one group's is evicted, or folded.
         shared = 0 if partial is None else sum(group.blocks[partial].ref_count > 1 for group in groups)
 
@@ -245,19 +244,17 @@ class KVCacheManager:
         if known is None:
             pool.touch(table.held)
             self._tables[request.request_id] = table
-            if self.states is not None:
-                hit = hit or PrefixHit()
-                self.states.admit(request.request_id, hit.state_slot, hit.num_found)
-            if hit is not None:
-                self._record_lookup(request, hit)
+            self.states.admit(request.request_id, hit or PrefixHit())
+            # Counted on admission, not on every attempt of a request that waits for room.
+            if hit is not None and self.enable_caching and not request.skip_reading_prefix_cache:
+                self.stats.record(request, hit)
+                if not request.num_preemptions:
+                    self.hit_rate.observe(1, len(request.token_ids), hit.num_tokens)
             added = 0
         else:
-            table.changes = TableChanges()
-            duplicates = self._duplicates.pop(request.request_id, ())
-            if duplicates:
-                table.changes.indices += fold(pool, duplicates, {block_id for block_id, _ in self._published})
+            table.changes = TableChanges(indices=self._publisher.fold(request.request_id))
         if partial is not None:
-            self._make_writable(table, partial)
+            make_writable(pool, table, partial)
         if num_new_blocks:
             new_blocks = pool.get_new_blocks(num_new_blocks * len(groups))
             for i, group in enumerate(groups):
@@ -265,31 +262,11 @@ class KVCacheManager:
         table.num_slots = num_slots
 
         # Tokens beyond the known ones are guesses that may be taken back: not published.
-        self._publish(request, table, min(num_slots, len(request.token_ids)) // size)
+        if self.enable_caching:
+            self._publisher.publish(request, table, min(num_slots, len(request.token_ids)) // size)
         if added and not num_new_blocks:
             return []
         return [block.block_id for group in groups for block in group.blocks[added:]]
-
-    def _partial_block(self, table: RequestTable, computed: int, num_slots: int) -> int | None:
-        """Index of the block that holds tokens and is now to be written from within, if there is one."""
-        begin = max(computed, table.num_slots)  # slots that were given before have been written
-        inside = begin % self.block_size and num_slots > begin
-        return begin // self.block_size if inside else None
-
-    def _make_writable(self, table: RequestTable, index: int) -> None:
-        copies = table.changes.copies
-        for group in table.groups:
-            partial = group.blocks[index]
-            if partial.ref_count > 1:
-                (own,) = self.pool.get_new_blocks(1)
-                group.blocks[index] = own
-                self.pool.free_blocks([partial])
-                copies.append((partial.block_id, own.block_id))
-            elif partial.block_hash is not None:  # by the other side of a fork, which is gone
-                self.pool.unpublish([partial.block_id])
-        if copies:
-            table.changes.indices.append(index)
-            self.num_copies += len(copies)
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that the request has been given room for."""
@@ -318,51 +295,11 @@ class KVCacheManager:
     @property
     def can_fork(self) -> bool:
         """Whether sequences can part at any token: states of recurrent layers are kept at some only."""
-        return self.states is None
+        return not self.states.are_kept
 
     def holds_window(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request still holds all that the token after its first ``num_tokens`` looks at."""
         return self._tables[request_id].holds_window(self.need, num_tokens)
-
-    def chunk_end(self, request: CachedRequest, start: int, end: int, hit: PrefixHit | None = None) -> int:
-        """Where a chunk planned for positions ``start .. end - 1`` should end, at most at ``end``.
-
-        States must be kept at the ends of blocks if others are to go on from them.
-
-        Args:
-            hit: of a request that is not admitted yet.
-        """
-        if self.states is None or not self.enable_caching:
-            return end
-        branch = None if hit is None else hit.num_found
-        return self.states.cut(request.request_id, start, end, len(request.token_ids), branch)
-
-    def snapshot_is_coming(
-        self, request: CachedRequest, hit: PrefixHit, running: Iterable[CachedRequest]
-    ) -> bool:
-        """Whether a running request is on its way to a snapshot that lets this one skip more than ``hit``."""
-        size = self.block_size
-        found = set(request.block_hashes[hit.num_tokens // size : hit.num_found // size])
-        for other in running if found else ():
-            blocks = (len(other.token_ids) - 1) // size
-            if other.num_computed_tokens < blocks * size and other.block_hashes[blocks - 1] in found:
-                return True
-        return False
-
-    def plan_state(self, request_id: str, num_tokens: int) -> tuple[int, int]:
-        """The slots that the request's step up to ``num_tokens`` reads its state from and writes it to.
-
-        0 and 0 without states.
-        """
-        return (0, 0) if self.states is None else self.states.plan(request_id, num_tokens)
-
-    def publish_state(self, request: CachedRequest, num_tokens: int, slot: int) -> None:
-        """Make the request's state after ``num_tokens``, now in ``slot``, findable, if that can be done."""
-        if self.states is None or not self.enable_caching or num_tokens % self.block_size:
-            return
-        block_hash = request.block_hashes[num_tokens // self.block_size - 1]
-        generated = num_tokens > request.num_prompt_tokens
-        self.states.publish(request.request_id, slot, num_tokens, block_hash, generated=generated)
 
     def rollback(self, request_id: str, num_tokens: int) -> list[int]:
         """Takes back the slots above ``num_tokens`` and frees the blocks that held nothing else.
@@ -396,21 +333,22 @@ class KVCacheManager:
 
         Where steps are planned before their tokens are known, no later allocation has done that.
         """
-        table = self._tables[request.request_id]
-        # The last token has been sampled, never computed.
-        self._publish(request, table, min(table.num_slots, len(request.token_ids) - 1) // self.block_size)
+        if self.enable_caching:
+            table = self._tables[request.request_id]
+            # The last token has been sampled, never computed.
+            num_tokens = min(table.num_slots, len(request.token_ids) - 1)
+            self._publisher.publish(request, table, num_tokens // self.block_size)
 
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back; published ones can be found until they are reused."""
         table = self._tables.pop(request_id, None)
-        self._duplicates.pop(request_id, None)
+        self._publisher.forget(request_id)
         if table is not None:
             # By position, so that of a prefix for which all groups are needed the end is reused first.
             columns = zip(*(group.blocks for group in table.groups), strict=True)
             blocks = [block for column in columns for block in column]
             self.pool.free_blocks(reversed(blocks))
-            if self.states is not None:
-                self.states.free(request_id)
+            self.states.free(request_id)
 
     def unpublish(self, block_ids: list[int]) -> None:
         """Makes blocks unfindable: their contents were not, or will not be, written as promised."""
@@ -430,13 +368,11 @@ class KVCacheManager:
             if window is not None:  # what lies behind it has been given back, and may still be found
                 found = [self.pool.get_cached_block(group_hash(one, group)) for one in request.block_hashes]
                 self.pool.unpublish(block.block_id for block in found if block is not None)
-        if self.states is not None:
-            self.states.forget(request.block_hashes)
+        self.states.forget(request.block_hashes)
 
     def take_published(self) -> list[tuple[int, bytes]]:
         """Block id and digest of each block published since the last call."""
-        published, self._published = self._published, []
-        return published
+        return self._publisher.take_published()
 
     def is_published(self, block_id: int, block_hash: bytes) -> bool:
         """Whether this block is published under this digest."""
@@ -454,10 +390,10 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Unpublishes everything; ``False``, and nothing done, while any request holds blocks."""
         done = self.pool.reset()
-        if done and self._contents is not None:
-            self._contents.clear()
-        if done and self.states is not None:
+        if done:
             self.states.reset()
+            if self._contents is not None:
+                self._contents.clear()
         return done
 
     def take_events(self) -> list[CacheEvent]:
@@ -467,22 +403,13 @@ class KVCacheManager:
     def check(self) -> None:
         """Asserts every invariant of tables and pool; O(blocks), for tests."""
         self.pool.check()
-        if self.states is not None:
-            self.states.check()
+        self.states.check()
         owners = dict.fromkeys(range(1, len(self.pool.blocks)), 0)
         for request_id, table in self._tables.items():
             assert len(table.groups) == self.num_groups
-            held = [block.block_id for block in table.held]
-            assert len(set(held)) == len(held), f"{request_id} holds a block twice"
-            assert 0 not in held, f"{request_id} holds the null block"
-            for block_id in held:
-                owners[block_id] += 1
-            for group in table.groups:
-                assert len(group.blocks) == -(-table.num_slots // self.block_size), request_id
-                assert all(block.is_null for block in group.blocks[: group.num_behind]), request_id
-                assert group.num_published * self.block_size <= table.num_slots
-                for block in () if table.forked else group.blocks[group.num_published :]:
-                    assert block.block_hash is None, f"{block} is published but not full"
+            table.check(request_id, self.block_size)
+            for block in table.held:
+                owners[block.block_id] += 1
         for block in self.pool.blocks[1:]:
             assert block.ref_count == owners[block.block_id], block
 
@@ -495,58 +422,3 @@ class KVCacheManager:
             blocks = [self.pool.blocks[block_id] for block_id in ids[group * count : (group + 1) * count]]
             groups.append(GroupTable(blocks, count, sum(block.is_null for block in blocks)))
         return RequestTable(groups)
-
-    def _publish(self, request: CachedRequest, table: RequestTable, num_full: int) -> None:
-        """Up to the first ``num_full`` blocks of each group."""
-        if self.enable_caching and num_full > table.groups[0].num_published:
-            for index, group in enumerate(table.groups):
-                first = max(group.num_published, group.num_behind)
-                group.num_published = num_full
-                self._publish_in_group(request, index, group, first, num_full)
-
-    def _publish_in_group(
-        self, request: CachedRequest, index: int, group: GroupTable, first: int, num_full: int
-    ) -> None:
-        size = self.block_size
-        hashes = [group_hash(key, index) for key in request.block_hashes[first:num_full]]
-        done = 0
-        while done < len(hashes) and group.blocks[first + done].block_hash is not None:  # by a fork
-            assert group.blocks[first + done].block_hash == hashes[done]
-            done += 1
-        first, hashes = first + done, hashes[done:]
-        if not hashes:
-            return
-        blocks = group.blocks[first:num_full]
-        if self._fold_duplicates:
-            self._duplicates.setdefault(request.request_id, []).extend(
-                Duplicate(group, i, block, key)
-                for i, (block, key) in enumerate(zip(blocks, hashes, strict=True), first)
-                if self.pool.get_cached_block(key) is not None
-            )
-        self.pool.publish(
-            blocks,
-            hashes,
-            parent_hash=group_hash(request.block_hashes[first - 1], index) if first else None,
-            token_ids=request.token_ids[first * size : num_full * size],
-        )
-        if self._contents is not None:
-            for i, (block, key) in enumerate(zip(blocks, hashes, strict=True), first):
-                before = request.block_hashes[i - 1] if i else request.prefix_start
-                tokens = request.token_ids[i * size : (i + 1) * size]
-                self._contents.add(before, block.block_id, key, tokens)
-        self._published += [(block.block_id, key) for block, key in zip(blocks, hashes, strict=True)]
-
-    def _record_lookup(self, request: CachedRequest, hit: PrefixHit) -> None:
-        # Counted on admission, not on every attempt of a request that waits for room.
-        if not self.enable_caching or request.skip_reading_prefix_cache:
-            return
-        queries = len(request.token_ids)
-        if request.num_preemptions:
-            self.stats.preempted_requests += 1
-            self.stats.preempted_queries += queries
-            self.stats.preempted_hits += hit.num_tokens
-            return
-        self.stats.requests += 1
-        self.stats.queries += queries
-        self.stats.hits += hit.num_tokens
-        self.hit_rate.observe(1, queries, hit.num_tokens)

@@ -51,3 +51,15 @@ class PrefixCacheStats:
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
+
+    def record(self, request: CachedRequest, hit: PrefixHit) -> None:
+        """A request was admitted with this."""
+        queries = len(request.token_ids)
+        if request.num_preemptions:
+            self.preempted_requests += 1
+            self.preempted_queries += queries
+            self.preempted_hits += hit.num_tokens
+        else:
+            self.requests += 1
+            self.queries += queries
+            self.hits += hit.num_tokens

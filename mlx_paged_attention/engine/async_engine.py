@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.blocks_view import BlocksView
-from mlx_paged_attention.engine.engine import Emit, Engine
-from mlx_paged_attention.engine.group import OutputKind, RequestGroup
+from mlx_paged_attention.engine.engine import Engine
+from mlx_paged_attention.engine.group import Emit, OutputKind, RequestGroup
 from mlx_paged_attention.engine.mlx_thread import run_on_mlx_thread
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.engine.watchdog import Watchdog, thread_stacks

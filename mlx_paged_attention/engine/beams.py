@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mlx_paged_attention.engine.group import RequestGroup
+from mlx_paged_attention.engine.group import Emit, RequestGroup
 from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.scheduler.request import Request
+from mlx_paged_attention.scheduler.scheduler import Scheduler
 from mlx_paged_attention.scheduler.step_plan import RowOutput
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
@@ -77,7 +78,7 @@ class BeamGroup(RequestGroup):
         end_ids: dict[int, int | None],
         max_tokens: int,
         arrival_time: float,
-        emit: Callable[[RequestOutput | Exception], None],
+        emit: Emit,
     ) -> None:
         super().__init__(
             request_id,
@@ -179,3 +180,40 @@ class BeamGroup(RequestGroup):
         assert hypothesis.reason is not None
         sequence.finish(hypothesis.reason, hypothesis.stop_reason)
         return replace(sequence.output(delta=False), cumulative_logprob=hypothesis.logprob)
+
+
+def next_round(
+    group: BeamGroup,
+    scheduler: Scheduler,
+    make_request: Callable[[str, list[int], SamplingParams, int, float], Request],
+) -> tuple[list[Sequence], list[Sequence]]:
+    """The requests of beams that lead nowhere end, others part where several lead on from one.
+
+    Args:
+        make_request: of a beam's name, tokens, parameters, tokens to come at most, and time of arrival.
+
+    Returns:
+        The sequences that are not served any more, and those that are from now on.
+    """
+    children = group.advance()
+    given_up = [b.sequence for b in group.beams if not children.get(b.sequence.request.request_id)]
+    scheduler.abort([sequence.request.request_id for sequence in given_up])
+    beams, begun = [], []
+    for beam in group.beams:
+        parent = beam.sequence.request
+        known = parent.num_tokens
+        going = children.get(parent.request_id, [])
+        for hypothesis in going[1:]:
+            tokens = [*parent.token_ids, hypothesis.token_ids[-1]]
+            left = parent.max_tokens - (len(tokens) - parent.num_prompt_tokens)
+            child = make_request(group.new_name(), tokens, group.params, max(1, left), parent.arrival_time)
+            scheduler.fork(parent, child, known)
+            sequence = Sequence(0, child, replace(group.params, detokenize=False), None)
+            begun.append(sequence)
+            beams.append(Beam(hypothesis, sequence))
+        if going:
+            scheduler.continue_with(parent, going[0].token_ids[-1])
+            beams.append(Beam(going[0], beam.sequence))
+    if beams:
+        group.begin_round(beams)
+    return given_up, begun

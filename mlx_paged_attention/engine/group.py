@@ -1,13 +1,16 @@
 """RequestGroup: what a caller asked for, followed until its last answer ends."""
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
 from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.scheduler.step_plan import PlannedRow, RowOutput
 
 OutputKind = Literal["cumulative", "delta", "final"]
+Emit = Callable[[RequestOutput | Exception], None]
 
 
 class RequestGroup:
@@ -30,7 +33,7 @@ class RequestGroup:
         *,
         kind: OutputKind,
         arrival_time: float,
-        emit: Callable[[RequestOutput | Exception], None],
+        emit: Emit,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -52,10 +55,16 @@ class RequestGroup:
     def finished(self) -> bool:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
-    def set_prompt_logprobs(self, first: int, entries: list[dict[int, Logprob]]) -> None:
-        """Log-probabilities of the prompt tokens at positions ``first``, ``first + 1``, ..."""
-        assert self._prompt_logprobs is not None
-        self._prompt_logprobs[first : first + len(entries)] = entries
+    def take(self, sequence: Sequence, row: PlannedRow, output: RowOutput, token_ids: list[int]) -> None:
+        """What a step has computed for a sequence: tokens, and log-probabilities of the prompt."""
+        if output.prompt_logprobs is not None:
+            assert self._prompt_logprobs is not None
+            entries = [sequence.public_logprobs(entry) for entry in output.prompt_logprobs]
+            first = row.start + 1
+            self._prompt_logprobs[first : first + len(entries)] = entries
+        if token_ids and self.first_token_time is None:
+            self.first_token_time = time.monotonic()
+        sequence.append(token_ids, output.logprobs)
 
     def output(self) -> RequestOutput | None:
         """What to report after a step; ``None`` if there is nothing to say."""

@@ -56,7 +56,7 @@ class Sequence:
             if logprobs is not None:
                 self.cumulative_logprob += logprobs[i].logprob
                 if self._keeps_logprobs:
-                    self._logprobs.append(public_logprobs(logprobs[i], self._tokenizer))
+                    self._logprobs.append(self.public_logprobs(logprobs[i]))
             if self._detokenizer is not None:
                 self._text.append(self._detokenizer.push(token_id))
                 if self._detokenizer.stopped is not None:
@@ -86,14 +86,12 @@ class Sequence:
             stop_reason=self.stop_reason,
         )
 
+    def public_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token that stands at a position, then the alternatives, by id."""
+        result = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
+        for i, (token_id, logprob) in enumerate(entry.top):
+            result.setdefault(token_id, Logprob(logprob, i + 1, self._token_text(token_id)))
+        return result
 
-def public_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token that stands at a position, then the alternatives, by id."""
-
-    def text(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.token_text(token_id)
-
-    result = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
-    for i, (token_id, logprob) in enumerate(entry.top):
-        result.setdefault(token_id, Logprob(logprob, i + 1, text(token_id)))
-    return result
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -81,6 +81,9 @@ class HostLayer(AttentionLayer):
         if unwritten is not None:
             self.write(*unwritten)
 
+    def forget(self) -> None:
+        self._copy.forget()
+
     def discard(self) -> None:
         self._unwritten = None
 
@@ -95,7 +98,7 @@ class HostLayer(AttentionLayer):
         mx.synchronize()  # MLX may still be reading what lay in the targets before
         for plane in (self.k, self.v):
             plane[:, list(target)] = plane[:, list(source)]
-        self._copy.forget()
+        self.forget()
 
     def gather(self, batch: AttentionBatch, row: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         self.flush()

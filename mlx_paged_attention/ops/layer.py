@@ -63,6 +63,9 @@ class AttentionLayer(ABC):
     def flush(self) -> None:  # noqa: B027  # most layers put nothing off
         """Write what has been put off; whoever reads the pool by other ways than this class flushes first."""
 
+    def forget(self) -> None:  # noqa: B027
+        """Let go of copies of what is in the pool: a twin has changed blocks."""
+
     def discard(self) -> None:  # noqa: B027
         """Forget what was stated and has not run: a step has failed, and whatever had started has ended."""
 

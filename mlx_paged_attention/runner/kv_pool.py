@@ -105,6 +105,14 @@ class KVPool:
         if added > 0 and added > (memory := device_memory()).free:
             raise PoolMemoryError(f"{added >> 20} MiB more are needed, {memory.free >> 20} MiB are free")
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block, in place; at each place once, whichever group's it is."""
+        self.flush()
+        for first, *twins in self.places:
+            first.copy([source], [target])
+            for twin in twins:
+                twin.forget()
+
     def flush(self) -> None:
         """Write what layers have put off."""
         for layer in self.layers:

@@ -300,8 +300,7 @@ class ModelRunner:
             self._rows[new.request_id] = RunnerRow(new)
             self._tables.add(new.request_id)
         for source, target in plan.copies:
-            for layer in self._pool.layers:
-                layer.copy([source], [target])
+            self._pool.copy(source, target)
         for change in plan.changes:
             self._tables.change(change.request_id, change.index, change.block_ids)
         for row in plan.rows:

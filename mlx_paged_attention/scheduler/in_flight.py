@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
-from mlx_paged_attention.scheduler.step_plan import StepPlan
+from mlx_paged_attention.scheduler.step_plan import StepOutput, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,18 @@ class InFlight:
     published: list[tuple[int, bytes]]
     void: set[Request] = field(default_factory=set)
 
+    def check(self, output: StepOutput) -> None:
+        """Refuses an output that is not this plan's.
+
+        Raises:
+            ValueError: a sampled token is missing.
+        """
+        missing = {row.request_id for row in self.plan.rows if row.sample}
+        missing -= {key for key, request in self.requests.items() if request.is_finished}
+        missing.difference_update([row.request_id for row in output.rows if row.token_ids or row.failure])
+        if missing:
+            raise ValueError(f"step {self.plan.step} sampled no token for {sorted(missing)}")
+
     def end(self) -> None:
         """It is in flight no more."""
         for row in self.plan.rows:
@@ -35,7 +47,7 @@ class InFlight:
         for row in self.plan.rows:
             request = self.requests[row.request_id]
             if request.status is RequestStatus.RUNNING and request not in self.void:
-                manager.publish_state(request, row.start + len(row.token_ids), row.state_to)
+                manager.states.publish(request, row.start + len(row.token_ids), row.state_to)
 
 
 def unpublish_failed(

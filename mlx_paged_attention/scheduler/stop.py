@@ -23,3 +23,10 @@ def check_stop(request: Request, max_model_len: int) -> tuple[RequestStatus, int
 def ends_by_length(request: Request, num_tokens: int, max_model_len: int) -> bool:
     """Whether the request is complete once it has this many tokens, whatever they are."""
     return num_tokens >= max_model_len or num_tokens - request.num_prompt_tokens >= request.max_tokens
+
+
+def can_go_ahead(request: Request, max_model_len: int) -> bool:
+    """Whether the token after the one that is on its way may be computed now."""
+    one_on_its_way = request.num_samples_in_flight == 1 and request.num_computed_tokens == request.num_tokens
+    ends = ends_by_length(request, request.num_tokens + 1, max_model_len)
+    return one_on_its_way and request.runs_ahead and not ends

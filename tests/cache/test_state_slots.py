@@ -159,11 +159,11 @@ def run_prompt(manager, request: Request, hit) -> list[int]:
     ends, start, total = [], hit.num_tokens, len(request.token_ids)
     first = True
     while start < total:
-        end = manager.chunk_end(request, start, total, hit if first else None)
+        end = manager.states.chunk_end(request, start, total, hit if first else None)
         assert manager.allocate_slots(request, end - start, hit if first else None) is not None
-        _, slot = manager.plan_state(request.request_id, end)
+        _, slot = manager.states.plan(request.request_id, end)
         request.num_computed_tokens = end
-        manager.publish_state(request, end, slot)
+        manager.states.publish(request, end, slot)
         manager.check()
         ends.append(end)
         start, first = end, False
@@ -171,8 +171,7 @@ def run_prompt(manager, request: Request, hit) -> list[int]:
 
 
 def test_a_shared_beginning_is_skipped_from_the_third_prompt_on_wherever_it_ends():
-    manager = make_manager(40, SIZE)
-    manager.states = StateSlots(20, SIZE)
+    manager = make_manager(40, SIZE, states=StateSlots(20, SIZE))
     common, answers = list(range(10)), []
     for i in range(3):
         request = request_of(manager, str(i), common + [50 + i] * 9)
@@ -183,8 +182,7 @@ def test_a_shared_beginning_is_skipped_from_the_third_prompt_on_wherever_it_ends
 
 
 def test_a_whole_prompt_again_computes_what_follows_its_last_full_block():
-    manager = make_manager(40, SIZE)
-    manager.states = StateSlots(20, SIZE)
+    manager = make_manager(40, SIZE, states=StateSlots(20, SIZE))
     for i, skipped in enumerate((0, 12)):
         request = request_of(manager, str(i), list(range(16)))
         hit = manager.get_computed_blocks(request)
@@ -193,15 +191,13 @@ def test_a_whole_prompt_again_computes_what_follows_its_last_full_block():
 
 
 def test_without_prefix_caching_prompts_are_not_cut():
-    manager = make_manager(40, SIZE, enable_caching=False)
-    manager.states = StateSlots(20, SIZE)
+    manager = make_manager(40, SIZE, enable_caching=False, states=StateSlots(20, SIZE))
     request = make_request("a", list(range(19)))
-    assert manager.chunk_end(request, 0, 19) == 19
+    assert manager.states.chunk_end(request, 0, 19) == 19
 
 
 def test_a_prompt_waits_for_the_snapshot_that_an_equal_one_is_about_to_make():
-    manager = make_manager(40, SIZE)
-    manager.states = StateSlots(20, SIZE)
+    manager = make_manager(40, SIZE, states=StateSlots(20, SIZE))
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
     for i in range(3):
         scheduler.add_request(make_request(str(i), list(range(19)), max_tokens=2))

@@ -188,8 +188,8 @@ class ScriptedEngine:
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.used_blocks) == (0, 0, 0)
         assert stats.free_blocks == stats.num_blocks - 1
-        assert not self.engine._groups
-        assert not self.engine._sequences
+        assert not self.engine._live
+        assert not self.engine._live.sequences
         assert not self.engine._in_flight
 
     def last(self, request_id: str) -> RequestOutput:

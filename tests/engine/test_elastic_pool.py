@@ -13,6 +13,7 @@ from scripted_engine import ScriptedEngine
 
 from mlx_paged_attention import LLM
 from mlx_paged_attention.engine import engine as engine_module
+from mlx_paged_attention.engine.elastic_pool import GROWTH_PAUSE
 from mlx_paged_attention.errors import (
     EngineBusyError,
     InvalidRequestError,
@@ -150,7 +151,7 @@ def test_after_a_while_the_pool_is_asked_to_grow_again(clock):
     most[0] = BLOCKS
     engine.step(3)
     assert engine.engine.stats().pool_growths == 0
-    clock[0] += engine_module.GROWTH_PAUSE
+    clock[0] += GROWTH_PAUSE
     engine.step(1)
     assert engine.engine.stats().pool_growths == 1
     engine.run()

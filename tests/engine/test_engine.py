@@ -185,7 +185,7 @@ def test_a_stop_string_in_the_last_allowed_token_is_a_stop(texts):
 
 def test_a_stop_string_that_only_the_end_completes_is_a_stop(texts):
     """The last token begins a character; what is left of it comes out with the end."""
-    texts.engine._tokenizer = half_characters()
+    texts.engine._builder._tokenizer = half_characters()
     texts.add("r", [97], answer=[97, 0xC3], max_tokens=2, stop="a\ufffd")
     texts.run()
     answer = texts.last("r").outputs[0]

@@ -57,7 +57,7 @@ def test_a_branch_goes_on_from_what_has_been_said(steps, ahead):
     prompt = [5, 6, 7, 8, 9, 10]
     engine.add("a", prompt, max_tokens=20, ignore_eos=True)
     engine.step(steps)
-    said = expected_output(prompt, 20)[: len(engine.engine._groups["a"].sequences[0]._token_ids)]
+    said = expected_output(prompt, 20)[: len(engine.engine._live.of("a")[0].sequences[0]._token_ids)]
     used = engine.engine.stats().used_blocks
     fork(engine, "a", "b", max_tokens=6, ignore_eos=True)
     assert engine.engine.stats().used_blocks == used  # nothing is copied yet

@@ -100,7 +100,7 @@ def test_an_answer_whose_text_cannot_be_made_ends_alone(monkeypatch):
     engine = ScriptedEngine(tokenizer=letters())
     engine.add("a", "abc", answer="xyz....")
     engine.add("b", "abd", answer="usual.")
-    detokenizer = engine.engine._sequences["a"][1]._detokenizer
+    detokenizer = engine.engine._live.of("a")[1]._detokenizer
 
     def broken(token_id):
         raise ValueError("no such byte")

@@ -114,7 +114,7 @@ def test_watchdogs_end_with_their_engines(start):  # noqa: F811
 
 def test_a_scheduler_that_plans_nothing_ends_the_engine_at_once(start, monkeypatch, caplog):  # noqa: F811
     engine = start()
-    monkeypatch.setattr(engine._engine._scheduler, "_schedule_waiting", lambda shares, budget: [])
+    monkeypatch.setattr(engine._engine._scheduler, "_schedule_waiting", lambda draft: None)
     error = Stream(engine).result()
     assert isinstance(error, EngineDeadError)
     assert "nothing can be scheduled for 1 live requests" in str(error)

@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(ahead=st.booleans())
     def plan(self, ahead: bool) -> None:
         scheduler, was_empty = self.scheduler, not self.in_flight
-        forked = {request.request_id for request in scheduler.running} & scheduler._entering
+        forked = {request.request_id for request in scheduler.running} & scheduler._queues._entering
         before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
         preemptions = scheduler.num_preemptions
         waited = scheduler.num_waiting

@@ -10,6 +10,7 @@ import pytest
 from emulated_kernels import emulated_kernels
 from engine_hooks import block_planes
 
+from mlx_paged_attention.cache.layer_groups import LayerGroup
 from mlx_paged_attention.cache.spec import LayerKVSpec, Plane
 from mlx_paged_attention.errors import PoolMemoryError
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec
@@ -114,6 +115,35 @@ def test_a_pool_on_the_host_takes_memory_as_blocks_are_written():
 def test_a_model_without_attention_has_a_pool_of_no_bytes():
     pool = make_pool(model(), 5, host=False)
     assert (pool.nbytes, pool.bytes_per_token, pool.block_size, pool.pack_limit) == (0, 0, BLOCK_SIZE, 1)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_a_block_is_copied_once_for_all_layers_at_its_place(host, monkeypatch):
+    groups = (LayerGroup(None, (0,)), LayerGroup(4, (1,)))
+    pool = make_pool(model(spec(), spec(window=4)), 4, host=host, groups=groups)
+    kind, copied = type(pool.layers[0]), []
+    copy = kind.copy
+    monkeypatch.setattr(kind, "copy", lambda layer, *blocks: (copied.append(blocks), copy(layer, *blocks)))
+    keys, _ = block_planes(pool.layers[0])
+    keys[:], keys[1] = 0.0, 5.0
+    pool.copy(1, 2)
+    assert copied == [([1], [2])]
+    for layer in pool.layers:
+        assert np.array(block_planes(layer)[0])[:, 0, 0, 0].tolist() == [0, 5, 5, 0]
+
+
+def test_after_a_copy_no_layer_at_its_place_reads_what_it_held_of_the_block_before():
+    groups = (LayerGroup(None, (0,)), LayerGroup(4, (1,)))
+    pool = make_pool(model(spec(), spec(window=4)), 4, host=True, groups=groups)
+    keys, _ = block_planes(pool.layers[0])
+    keys[:], keys[1] = 0.0, 5.0
+    for expected in (0, 5):
+        for layer in pool.layers:
+            table = np.array([2], np.int32)
+            assert layer._copy.hold(table, 0, BLOCK_SIZE) is None  # asked for the first time
+            held = layer._copy.hold(table, 0, BLOCK_SIZE)[0][0]
+            assert np.unique(np.array(held)).tolist() == [expected]
+        pool.copy(1, 2)
 
 
 # ---- pools that change their size

@@ -242,7 +242,7 @@ def test_lookups_are_counted_once_per_admission() -> None:
     assert (stats.requests, stats.queries, stats.hits) == (2, 176, 0)
 
     resumed = waiting.num_tokens
-    scheduler._preempt(waiting)
+    scheduler._queues.preempt(waiting)
     step(scheduler)
     assert (stats.requests, stats.queries, stats.hits) == (2, 176, 0)
     assert (stats.preempted_requests, stats.preempted_queries, stats.preempted_hits) == (1, resumed, 80)
@@ -578,7 +578,7 @@ def test_an_idle_request_preempted_ahead_of_the_list_skips_nobody() -> None:
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_in_bounded_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mlx_paged_attention.scheduler.scheduler.MAX_SCORED_TOKENS", 20)
+    monkeypatch.setattr("mlx_paged_attention.scheduler.chunked_prefill.MAX_SCORED_TOKENS", 20)
     scheduler = make_scheduler(max_num_batched_tokens=100)
     scored = RowSampling(temperature=0.0, prompt_logprobs=0)
     scheduler.add_request(Request("scored", list(range(50)), scored, max_tokens=2))
