@@ -136,6 +136,13 @@ class KVCacheManager:
                 empty = len(group.blocks) * self.block_size - table.num_slots
                 yield HeldTable(request_id, group.held, empty)
 
+    def blocks_of(self, request_id: str, start: int, end: int) -> list[int]:
+        """The blocks that the request's tokens at positions ``start .. end - 1`` are in, in each group."""
+        first, last = start // self.block_size, -(-end // self.block_size)
+        return [
+            block.block_id for group in self._tables[request_id].groups for block in group.blocks[first:last]
+        ]
+
     def get_computed_blocks(self, request: CachedRequest) -> PrefixHit:
         """The longest published prefix of the request's tokens. Takes nothing."""
         if not self.enable_caching or request.skip_reading_prefix_cache:

@@ -189,6 +189,8 @@ class Engine:
             Exception: the runner's, once :data:`MAX_FAILED_STEPS` steps in a row have raised.
         """
         self.give_back()
+        if not self.has_work:  # the last request has ended with a step that had to be read for that
+            return
         ahead = self._runner.runs_ahead and self._scheduler.runs_ahead
         if self._in_flight and not ahead:
             self._land()

@@ -14,12 +14,14 @@ class InFlight:
 
     Attributes:
         requests: of its rows; an id may have been given away again meanwhile.
+        written: the blocks that each row writes into, by request.
         published: what it was to write into published blocks: block id and digest.
         void: requests whose rows in it mean nothing: they were built on a step that raised.
     """
 
     plan: StepPlan
     requests: dict[str, Request]
+    written: dict[str, list[int]]
     published: list[tuple[int, bytes]]
     void: set[Request] = field(default_factory=set)
 
@@ -85,6 +87,9 @@ def unpublish_failed(
             doomed[row.request_id] = request
             if row.write_from < row.start + len(row.token_ids):
                 doom(request, row.write_from // size)
+                # It may have got copies since of blocks that forks still share.
+                copied = {source for flight in later for source, _ in flight.plan.copies}
+                garbage.update(copied.intersection(failed.written[row.request_id]))
     for flight in later:
         garbage.update(target for source, target in flight.plan.copies if source in garbage | unwritten)
     spreading = True

@@ -49,6 +49,7 @@ class Request:
         runs_ahead: its next token may be computed while the one before is on its way.
         num_samples_in_flight: planned rows that sample for it and whose output has not come back.
         num_tokens_in_flight: tokens of its planned rows whose output has not come back.
+        awaits_choice: it is steered, and what was sampled for it is known.
         num_cached_tokens: prompt tokens that were found cached when it was first admitted.
         num_preemptions: how often it lost its blocks and had to start again.
         block_hashes: digest of each full block of ``token_ids``; stays empty without caching.
@@ -85,6 +86,7 @@ class Request:
         self.sampling = sampling
         self.runs_ahead = sampling.runs_ahead and not is_steered
         self.is_steered = is_steered
+        self.awaits_choice = False
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -14,7 +14,7 @@ class RequestQueues:
 
     Attributes:
         running: those that hold blocks, in the order in which they were admitted.
-        waiting: those that do not, preempted ones included.
+        waiting: those that do not, and may be admitted, preempted ones included.
         forks: those that wait for another to compute what they begin with.
         released: ids of requests that the runner may forget.
         num_preemptions: so far.
@@ -29,10 +29,12 @@ class RequestQueues:
         self._manager = manager
         self._policy = policy
         self._entering: set[str] = set()  # running requests that no plan has named yet
+        # Preempted requests whose next token others have yet to choose: nothing is to be computed for them.
+        self._undecided: dict[str, Request] = {}
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.forks)
+        return len(self.waiting) + len(self.forks) + len(self._undecided)
 
     def admit(self, num_cached_tokens: int) -> None:
         """The first waiting request runs from now on, and the plan under construction says so."""
@@ -65,36 +67,50 @@ class RequestQueues:
             return max(self.running, key=lambda request: request.service_key)
         return self.running[-1]
 
-    def preempt(self, request: Request, *, behind: bool = False) -> None:
-        """It loses its blocks and waits, before those that have not run, or ``behind`` them."""
+    def preempt(self, request: Request) -> None:
+        """It loses its blocks and waits, before those that have not run."""
         self._leave(request)
         request.preempt()
-        if behind:
-            self.waiting.add(request)
+        if request.awaits_choice:
+            self._set_aside(request)
         else:
             self.waiting.put_back(request)
         self.num_preemptions += 1
 
-    def make_way(self) -> bool:
-        """Where nothing runs though requests wait: one that is steered gives way, if there is one.
+    def await_choice(self, request: Request) -> None:
+        """What was sampled for a steered request is known, and others choose among it."""
+        request.awaits_choice = True
+        if request.status is RequestStatus.PREEMPTED:  # since that step was planned
+            self.waiting.remove(request)
+            self._set_aside(request)
 
-        Those that it is steered with may be among the waiting, and it gets no token before they have theirs.
+    def end_choice(self, request: Request) -> None:
+        """It has its next token."""
+        request.awaits_choice = False
+        if self._undecided.pop(request.request_id, None) is not None:
+            self.waiting.put_back(request)
+
+    def make_way(self) -> bool:
+        """Where nothing can be computed though requests wait: one that awaits a choice gives way.
+
+        Those that it is steered with may be among the waiting, and there is no choice before they have run.
+        None that has run is computed again before the choice, so that there is an end to this.
         """
-        steered = [request for request in self.running if request.is_steered]
-        if not steered or not self.num_waiting:
+        undecided = [request for request in self.running if request.awaits_choice]
+        if not undecided or not (self.waiting or self.forks):
             return False
-        self.preempt(steered[-1], behind=True)
+        self.preempt(undecided[-1])
         return True
 
     def remove(self, request: Request) -> None:
         """It neither runs nor waits any more."""
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
-        elif not self.forks.discard(request):
+        elif self._undecided.pop(request.request_id, None) is None and not self.forks.discard(request):
             self.waiting.remove(request)
 
     def queue_forks_of(self, request: Request) -> None:
-        """It has ended, and its forks have to compute their beginnings themselves."""
+        """It computes no more, and its forks have to compute their beginnings themselves."""
         for fork in self.forks.take_orphans(request):
             self.waiting.add(fork.child)
 
@@ -102,6 +118,11 @@ class RequestQueues:
         """The ids that the runner may forget since the last call."""
         released, self.released = self.released, []
         return released
+
+    def _set_aside(self, request: Request) -> None:
+        """Until the choice, nothing is to be computed for it."""
+        self._undecided[request.request_id] = request
+        self.queue_forks_of(request)
 
     def _leave(self, request: Request) -> None:
         """It runs no more, and its blocks are free."""

@@ -157,8 +157,9 @@ class Scheduler:
             self._queues.start_forks(self._seats)
 
     def continue_with(self, request: Request, token_id: int) -> bool:
-        """Gives a request that chooses no tokens itself its next one; whether it ended with it."""
+        """Gives a steered request its next token; whether it ended with it."""
         request.append_token(token_id)
+        self._queues.end_choice(request)
         stop = check_stop(request, self.max_model_len)
         if stop is not None:
             self._finish(request, *stop)
@@ -210,7 +211,9 @@ class Scheduler:
         plan = draft.plan(self.num_steps, self._queues)
         self._queues.start_forks(self._seats)
         self.num_copies += len(plan.copies)
-        self._in_flight[plan.step] = InFlight(plan, draft.requests, self.manager.take_published())
+        self._in_flight[plan.step] = InFlight(
+            plan, draft.requests, draft.written, self.manager.take_published()
+        )
         self.num_steps += 1
         return plan
 
@@ -248,7 +251,9 @@ class Scheduler:
                     continue
                 self.manager.condemn(request)
                 self._finish(request, RequestStatus.FINISHED_ERROR)
-            elif fills and not request.is_steered:
+            elif fills and request.is_steered:
+                self._queues.await_choice(request)
+            elif fills:
                 for token_id in row_output.token_ids:
                     request.append_token(token_id)
                     accepted.append(token_id)

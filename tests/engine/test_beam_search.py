@@ -197,3 +197,22 @@ def test_searches_beside_drawn_answers_change_nothing(engine, search):
     for prompt, output in zip(PROMPTS, both, strict=False):
         assert_found(output, search.run(prompt, 3, 9), 3)
     assert [a.token_ids for a in both[3].outputs] == [a.token_ids for a in alone.outputs]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "longest_prefix"])
+@pytest.mark.parametrize(
+    ("searches", "width", "seats", "blocks"),
+    [(2, 4, 6, 300), (3, 4, 8, 300), (6, 4, 8, 300), (4, 4, 5, 300), (3, 4, 16, 9)],
+)
+def test_searches_that_have_too_few_seats_or_blocks_between_them_all_end(
+    policy, searches, width, seats, blocks
+):
+    engine = ScriptedEngine(
+        config={"scheduling_policy": policy}, num_blocks=blocks, max_num_seqs=seats, max_model_len=32
+    )
+    for i in range(searches):
+        priority = {"priority": i % 2} if policy == "priority" else {}
+        engine.add(f"b{i}", [65 + i] * 10, n=width, use_beam_search=True, max_tokens=12, **priority)
+    engine.run(limit=12 * searches * (width + 2) * 2)
+    for i in range(searches):
+        assert len(engine.last(f"b{i}").outputs) == width

@@ -410,3 +410,20 @@ def test_a_sleeping_llm_gives_back_what_it_took_to_serve(tiny_model):
     used, left = map(int, result.stdout.split())
     assert used > 140
     assert left < 10
+
+
+def test_memory_is_given_back_though_the_last_step_is_still_to_be_read(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now[0])
+    engine = elastic(config={"kv_idle_seconds": 5.0})
+    engine.runner.runs_ahead = True
+    engine.add("big", [65] * 40, max_tokens=20)
+    engine.run()
+    now[0] = 6.0
+    engine.engine.give_back()
+    engine.add("small", [70] * 3, max_tokens=2)
+    while engine.engine.has_work:
+        now[0] += 4.0
+        engine.step()
+    engine.check_idle()
+    assert engine.engine.stats().pool_shrinks > 0

@@ -162,3 +162,16 @@ async def test_branches_of_a_running_request_say_what_mlx_lm_says(tiny_model, or
     stats = llm.stats()
     assert (stats.running, stats.used_blocks) == (0, 0)
     llm.close()
+
+
+def test_a_step_that_found_no_memory_takes_along_blocks_that_its_rows_have_copied_since():
+    answers = []
+    for failures in ([], [None, MemoryError("full")]):
+        engine = ScriptedEngine(block_size=8, num_blocks=40, max_num_batched_tokens=10)
+        engine.runner.runs_ahead = True
+        engine.runner.fails_when_read = True
+        engine.runner.failures = list(failures)
+        engine.add("r", list(range(65, 77)), n=2, max_tokens=6, ignore_eos=True)
+        engine.run()
+        answers.append([answer.token_ids for answer in engine.last("r").outputs])
+    assert answers[0] == answers[1] == [expected_output(range(65, 77), 6)] * 2
