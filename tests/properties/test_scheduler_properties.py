@@ -103,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 2),
         prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        is_steered=st.sampled_from([False, False, False, True]),
     )
     def submit(
         self,
@@ -112,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         priority: int,
         prompt_logprobs: int | None,
+        is_steered: bool,
     ) -> None:
         request = make_request(
             str(len(self.requests)),
@@ -119,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             prompt_logprobs=prompt_logprobs,
+            is_steered=is_steered,
         )
         try:
             self.scheduler.add_request(request)
@@ -130,21 +133,43 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests.append(request)
 
     @precondition(lambda self: any(not request.is_finished for request in self.requests))
-    @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 12))
-    def fork(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+    @rule(
+        data=st.data(),
+        tail=st.lists(st.integers(0, 1), max_size=3),
+        max_tokens=st.integers(1, 12),
+        is_steered=st.sampled_from([False, False, True]),
+    )
+    def fork(self, data: st.DataObject, tail: list[int], max_tokens: int, is_steered: bool) -> None:
         """Of an answer so far, of the prompt alone, or of some tokens and others after them."""
         alive = [request for request in self.requests if not request.is_finished]
         parent = data.draw(st.sampled_from(alive))
         known = parent.num_tokens
         shared = data.draw(st.sampled_from([known, parent.num_prompt_tokens, max(1, known - 2)]))
         child = make_request(
-            str(len(self.requests)), [*parent.token_ids[:shared], *tail], max_tokens=max_tokens
+            str(len(self.requests)),
+            [*parent.token_ids[:shared], *tail],
+            max_tokens=max_tokens,
+            is_steered=is_steered,
         )
         try:
             self.scheduler.fork(parent, child, shared)
         except RequestTooLongError:
             return
         self.requests.append(child)
+
+    @precondition(lambda self: self.undecided)
+    @rule(data=st.data())
+    def choose(self, data: st.DataObject) -> None:
+        self.decide(data.draw(st.sampled_from(self.undecided)))
+
+    @property
+    def undecided(self) -> list[Request]:
+        return [r for r in self.requests if r.awaits_choice and not r.is_finished]
+
+    def decide(self, request: Request) -> None:
+        """What the runner has sampled is what a lone request would say."""
+        output = expected_output(request.prompt_token_ids, request.num_output_tokens + 1)
+        self.scheduler.continue_with(request, output[-1])
 
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule(ahead=st.booleans())
@@ -153,7 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         forked = {request.request_id for request in scheduler.running} & scheduler._queues._entering
         before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
         preemptions = scheduler.num_preemptions
-        waited = scheduler.num_waiting
+        alive = [request for request in self.requests if not request.is_finished]
+        waited = any(not r.awaits_choice for r in alive if r.status is not RequestStatus.RUNNING)
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
         self.evicted.clear()
         self.unpublished.clear()
@@ -321,6 +347,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.plan(ahead=False)
             while self.in_flight:
                 self.deliver()
+            for request in self.undecided:
+                self.decide(request)
         for request in self.requests:
             assert request.is_finished
             if request.finish_reason == "length":
