@@ -14,7 +14,7 @@ from mlx_paged_attention.scheduler.step_plan import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Share:
     """What one request computes in the step; ``write_from`` as in ``PlannedRow``."""
 
