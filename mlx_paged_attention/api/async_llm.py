@@ -11,7 +11,7 @@ from typing import Any, Self
 from mlx_paged_attention.api.llm import Message, Prompt, check_sleep_level, checked_params, make_config
 from mlx_paged_attention.api.start import start_engine
 from mlx_paged_attention.engine.blocks_view import BlocksView
-from mlx_paged_attention.engine.group import OutputKind, RequestGroup
+from mlx_paged_attention.engine.group import Emit, OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -38,7 +38,7 @@ class AsyncLLM:
         self._engine = started.engine
         self.tokenizer: Tokenizer | None = started.tokenizer
         self.generation_config = started.generation_config
-        self._running: set[RequestGroup | str] = set()
+        self._running: set[RequestGroup | Emit] = set()
         self._finalizer = weakref.finalize(self, started.engine.close)
 
     @property
@@ -136,13 +136,13 @@ class AsyncLLM:
         outputs = _Outputs()
         name = new_request_id or uuid.uuid4().hex
         params = None if sampling_params is None else checked_params(sampling_params)
-        self._engine.fork(request_id, name, params, index=index, kind=output_kind, emit=outputs.put)
-        async with aclosing(self._follow(outputs, name)) as stream:
+        fork = self._engine.fork(request_id, name, params, index=index, kind=output_kind, emit=outputs.put)
+        async with aclosing(self._follow(outputs, fork)) as stream:
             async for output in stream:
                 yield output
 
     async def _follow(
-        self, outputs: "_Outputs", request: RequestGroup | str
+        self, outputs: "_Outputs", request: RequestGroup | Emit
     ) -> AsyncGenerator[RequestOutput, None]:
         """A request's outputs as they come; whoever stops reading ends it."""
         self._running.add(request)

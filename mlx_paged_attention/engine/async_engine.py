@@ -118,11 +118,14 @@ class AsyncEngine:
         index: int,
         kind: OutputKind,
         emit: Emit,
-    ) -> None:
+    ) -> Emit:
         """Begin a request that goes on from what answer ``index`` of another has said so far.
 
         Args:
             emit: as for :meth:`prepare`; an ``InvalidRequestError`` comes this way, too.
+
+        Returns:
+            What :meth:`abort` knows the request by, before and after it has begun.
 
         Raises:
             EngineDeadError: the engine no longer serves.
@@ -139,6 +142,7 @@ class AsyncEngine:
                 outlet(error)
 
         self._send(begin, opens=outlet)
+        return outlet
 
     def start(self, group: RequestGroup) -> None:
         """Queue a prepared request.
@@ -149,7 +153,7 @@ class AsyncEngine:
         assert isinstance(group.emit, _Outlet)
         self._send(lambda: self._add(group), opens=group.emit)
 
-    def abort(self, request: str | RequestGroup) -> None:
+    def abort(self, request: str | RequestGroup | Emit) -> None:
         """End a request at the next step border; its ``emit`` gets a last output.
 
         Whoever gives up waiting names the request itself: its id may belong to another.

@@ -121,18 +121,19 @@ class BeamGroup(RequestGroup):
 
     def advance(self) -> dict[str, list[Hypothesis]]:
         """End a round: what goes on from each beam, by request id; nothing at all when the search is over."""
-        going: list[tuple[Hypothesis, Beam]] = []
+        best: list[tuple[float, Beam, tuple[int, float]]] = []
         for beam in self.beams:
             assert beam.candidates is not None
             for token_id, logprob in beam.candidates:
-                hypothesis = beam.hypothesis.then(token_id, logprob)
                 if token_id in self._end_ids:
+                    ended = beam.hypothesis.then(token_id, logprob)
                     stop_reason = self._end_ids[token_id]
-                    self._ended.append(replace(hypothesis, reason="stop", stop_reason=stop_reason))
+                    self._ended.append(replace(ended, reason="stop", stop_reason=stop_reason))
                 else:
-                    going.append((hypothesis, beam))
-        going.sort(key=lambda pair: pair[0].logprob, reverse=True)
-        del going[self._width :]
+                    best.append((beam.hypothesis.logprob + logprob, beam, (token_id, logprob)))
+        best.sort(key=lambda entry: entry[0], reverse=True)
+        # Only of those that go on: a hypothesis has all its tokens.
+        going = [(beam.hypothesis.then(*next_one), beam) for _, beam, next_one in best[: self._width]]
         if going and len(going[0][0].token_ids) >= self._max_tokens:
             self._ended += [replace(hypothesis, reason="length") for hypothesis, _ in going]
             going = []
@@ -146,10 +147,13 @@ class BeamGroup(RequestGroup):
             children[beam.sequence.request.request_id].append(hypothesis)
         return children
 
-    def new_name(self) -> str:
+    def new_name(self, is_taken: Callable[[str], bool]) -> str:
         """For the request of another beam."""
-        self._names += 1
-        return f"{self.request_id}#{self._names - 1}"
+        while True:
+            name = f"{self.request_id}#{self._names}"
+            self._names += 1
+            if not is_taken(name):
+                return name
 
     def begin_round(self, beams: list[Beam]) -> None:
         self.beams = beams
@@ -206,7 +210,8 @@ def next_round(
         for hypothesis in going[1:]:
             tokens = [*parent.token_ids, hypothesis.token_ids[-1]]
             left = parent.max_tokens - (len(tokens) - parent.num_prompt_tokens)
-            child = make_request(group.new_name(), tokens, group.params, max(1, left), parent.arrival_time)
+            name = group.new_name(scheduler.is_alive)
+            child = make_request(name, tokens, group.params, max(1, left), parent.arrival_time)
             scheduler.fork(parent, child, known)
             sequence = Sequence(0, child, replace(group.params, detokenize=False), None)
             begun.append(sequence)

@@ -160,10 +160,13 @@ class Engine:
             else:
                 self._scheduler.fork(shared_with, request, request.num_prompt_tokens)
 
-    def abort(self, request: str | RequestGroup) -> None:
-        """End a request now, named by its id or itself; ignored if it is not being served (any more)."""
-        group = self._live.get(request if isinstance(request, str) else request.request_id)
-        if group is None or (isinstance(request, RequestGroup) and group is not request):
+    def abort(self, request: str | RequestGroup | Emit) -> None:
+        """End a request now, named by its id, itself, or where its outputs go.
+
+        Ignored if it is not being served (any more).
+        """
+        group = self._live.find(request)
+        if group is None:
             return
         alive = [s for s in group.sequences if s.finish_reason is None]
         self._scheduler.abort([s.request.request_id for s in alive])
@@ -188,8 +191,9 @@ class Engine:
         Raises:
             Exception: the runner's, once :data:`MAX_FAILED_STEPS` steps in a row have raised.
         """
+        was_busy = self.has_work
         self.give_back()
-        if not self.has_work:  # the last request has ended with a step that had to be read for that
+        if was_busy and not self.has_work:  # the last request ended with a step that had to be read for that
             return
         ahead = self._runner.runs_ahead and self._scheduler.runs_ahead
         if self._in_flight and not ahead:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from mlx_paged_attention.engine.group import RequestGroup
+from mlx_paged_attention.engine.group import Emit, RequestGroup
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.scheduler.request import Request
@@ -27,6 +27,14 @@ class LiveRequests:
     def get(self, request_id: str) -> RequestGroup | None:
         """What the caller named so, if it is still served."""
         return self._groups.get(request_id)
+
+    def find(self, request: str | RequestGroup | Emit) -> RequestGroup | None:
+        """What is served under this id, or is this group, or tells its outputs so."""
+        if isinstance(request, str):
+            return self._groups.get(request)
+        if isinstance(request, RequestGroup):
+            return request if self._groups.get(request.request_id) is request else None
+        return next((group for group in self._groups.values() if group.emit is request), None)
 
     def of(self, request: str) -> tuple[RequestGroup, Sequence]:
         """The sequence whose request the scheduler knows by this id, and its group."""

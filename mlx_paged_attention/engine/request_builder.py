@@ -138,7 +138,7 @@ class RequestBuilder:
         return self._request(
             name,
             token_ids,
-            params,
+            replace(params, seed=0),  # nothing is drawn
             0,
             max_tokens,
             arrival,

@@ -199,6 +199,7 @@ def _resize(place: Sequence[AttentionLayer], num_blocks: int) -> None:
     first.resize(num_blocks)
     for twin in twins:
         twin.follow(first)
+    mx.clear_cache()  # smaller arrays serve for no larger ones: kept, they would be a second pool
 
 
 def _places(groups: Sequence[LayerGroup]) -> list[list[int]]:

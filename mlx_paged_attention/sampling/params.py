@@ -80,7 +80,7 @@ class SamplingParams:
             log-probability are returned; ``None`` is ``n``.
         use_beam_search: return, once and at the end, the ``n`` likeliest answers that beam search of width
             ``best_of`` finds. Nothing is drawn or penalised: ``temperature`` must be 0.
-        length_penalty: of beam search: answers compare by log-probability over length to this power.
+        length_penalty: of beam search: answers compare by log-probability over length to this, [-10, 10].
         early_stopping: of beam search: end as soon as ``best_of`` answers have (``True``), when a better one
             is unlikely to come (``False``), or when none goes on (``"never"``).
         temperature: 0 is greedy; at most 100.
@@ -191,7 +191,7 @@ class SamplingParams:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
 
     def _check_beam_search(self) -> None:
-        _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             shown = _shown(self.early_stopping)
             raise InvalidRequestError(

@@ -40,10 +40,9 @@ class Forks:
         """Forget a child; whether there was one."""
         return self._forks.pop(child.request_id, None) is not None
 
-    def take_ready(self, room: int) -> list[Fork]:
-        """Up to ``room`` forks that can begin now."""
-        ready = [fork for fork in self._forks.values() if fork.is_ready] if self._forks and room > 0 else []
-        return self._take(ready[:room])
+    def ready(self) -> list[Fork]:
+        """Those that can begin now."""
+        return [fork for fork in self._forks.values() if fork.is_ready]
 
     def take_orphans(self, parent: Request) -> list[Fork]:
         """The forks of a request that has ended."""

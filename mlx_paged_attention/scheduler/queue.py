@@ -42,7 +42,10 @@ class FCFSQueue:
         self._requests: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
-        self._requests.append(request)
+        place = len(self._requests)
+        while place and self._requests[place - 1].arrival_order > request.arrival_order:
+            place -= 1  # it is a fork, which has not waited here until now
+        self._requests.insert(place, request)
 
     def put_back(self, request: Request) -> None:
         _put_back(self._requests, request)
@@ -64,22 +67,23 @@ class PriorityQueue:
     """Lowest priority value first, then the earliest arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Request]] = []
+        # The beams of a search are served alike: their ids tell them apart.
+        self._heap: list[tuple[tuple[int, float, int], str, Request]] = []
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.service_key, request))
+        heapq.heappush(self._heap, (request.service_key, request.request_id, request))
 
     def put_back(self, request: Request) -> None:
         self.add(request)
 
     def peek(self) -> Request:
-        return self._heap[0][1]
+        return self._heap[0][2]
 
     def pop(self) -> Request:
-        return heapq.heappop(self._heap)[1]
+        return heapq.heappop(self._heap)[2]
 
     def remove(self, request: Request) -> None:
-        self._heap.remove((request.service_key, request))
+        self._heap.remove((request.service_key, request.request_id, request))
         heapq.heapify(self._heap)
 
     def __len__(self) -> int:
@@ -112,7 +116,7 @@ class LongestPrefixQueue:
         # What was found at the last lookup, the longest ago first.
         self._cached: OrderedDict[Request, int] = OrderedDict()
         # By cached tokens; also entries that have been overtaken by others of the same request.
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[int, int, str, Request]] = []
         self._first: Request | None = None
 
     def add(self, request: Request) -> None:
@@ -154,7 +158,7 @@ class LongestPrefixQueue:
     def _best(self) -> Request:
         lookups = 0
         while True:
-            cached, _, request = self._heap[0]
+            cached, _, _, request = self._heap[0]
             if self._cached.get(request) != -cached:
                 heapq.heappop(self._heap)
             elif lookups == _LOOKUPS or self._look_up(request) == -cached:
@@ -165,7 +169,7 @@ class LongestPrefixQueue:
     def _look_up(self, request: Request) -> int:
         cached = self._cached_tokens(request)
         if self._cached.get(request) != cached:
-            heapq.heappush(self._heap, (-cached, request.arrival_order, request))
+            heapq.heappush(self._heap, (-cached, request.arrival_order, request.request_id, request))
         self._cached[request] = cached
         self._cached.move_to_end(request)
         self._tidy()
@@ -175,7 +179,8 @@ class LongestPrefixQueue:
         """Let go of entries that mean nothing any more, once these are the most."""
         if len(self._heap) > 2 * len(self._cached):
             self._heap = [
-                (-cached, request.arrival_order, request) for request, cached in self._cached.items()
+                (-cached, request.arrival_order, request.request_id, request)
+                for request, cached in self._cached.items()
             ]
             heapq.heapify(self._heap)
 

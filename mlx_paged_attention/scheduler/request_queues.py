@@ -43,9 +43,18 @@ class RequestQueues:
         request.admit(num_cached_tokens)
 
     def start_forks(self, seats: int) -> None:
-        """Forks whose beginning has been planned get its blocks and run, if no more than ``seats`` do."""
-        for fork in self.forks.take_ready(seats - len(self.running)):
+        """Forks whose beginning has been planned get its blocks and run, if no more than ``seats`` do.
+
+        They take no seat from a request that waits and would be served before them, but for beams, without
+        which others of their search would wait.
+        """
+        for fork in self.forks.ready() if len(self.forks) else ():
             child = fork.child
+            if len(self.running) >= seats:
+                return
+            if self.waiting and not (child.is_steered or self._goes_before(child, self.waiting.peek())):
+                continue
+            self.forks.discard(child)
             if not self._manager.holds_window(fork.parent.request_id, fork.num_tokens - 1):
                 self.waiting.add(child)  # the parent has gone on without it, and its windows have moved
                 continue
@@ -53,6 +62,11 @@ class RequestQueues:
             child.admit(min(fork.num_tokens, child.num_tokens - 1))
             self.running.append(child)
             self._entering.add(child.request_id)
+
+    def _goes_before(self, request: Request, other: Request) -> bool:
+        if self._policy == "priority":
+            return request.service_key < other.service_key
+        return request.arrival_order <= other.arrival_order
 
     def enters(self, request: Request) -> bool:
         """Whether no plan has named this running request yet, as one does now."""

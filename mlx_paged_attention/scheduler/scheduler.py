@@ -6,7 +6,7 @@ waiting ones as far as blocks allow. A running request that finds no free block 
 request that is served last, which starts again later (preemption by recompute).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mlx_paged_attention.cache.manager import KVCacheManager
 from mlx_paged_attention.errors import InvalidRequestError
@@ -149,28 +149,30 @@ class Scheduler:
             RequestTooLongError, InvalidRequestError: as ``add_request``.
         """
         assert parent.token_ids[:num_tokens] == child.token_ids[:num_tokens]
-        self._register(child)
+        self._register(child, parent.block_hashes[: num_tokens // self.manager.block_size])
+        if child.is_steered:  # it is a part of what its parent came for
+            child.arrival_order = parent.arrival_order
         if parent.is_finished or not self.manager.can_fork:
             self.waiting.add(child)
         else:
             self._queues.forks.add(Fork(parent, child, num_tokens))
             self._queues.start_forks(self._seats)
 
-    def continue_with(self, request: Request, token_id: int) -> bool:
-        """Gives a steered request its next token; whether it ended with it."""
+    def continue_with(self, request: Request, token_id: int) -> None:
+        """Gives a steered request its next token, which does not end it: who steers it knows when it ends."""
         request.append_token(token_id)
         self._queues.end_choice(request)
-        stop = check_stop(request, self.max_model_len)
-        if stop is not None:
-            self._finish(request, *stop)
-        return stop is not None
 
-    def _register(self, request: Request) -> None:
+    def is_alive(self, request_id: str) -> bool:
+        """Whether a request of this id runs or waits."""
+        return request_id in self._requests
+
+    def _register(self, request: Request, known: Sequence[bytes] = ()) -> None:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use", "request_id")
         self.check_fits(request)
         if self.manager.enable_caching:
-            request.start_hashing(self.manager.hasher)
+            request.start_hashing(self.manager.hasher, known)
         request.arrival_order = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request

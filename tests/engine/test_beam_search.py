@@ -1,14 +1,17 @@
 """Beam search finds what a plain search over mlx-lm's logits finds, whatever runs beside it."""
 
 import itertools
+import math
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from fake_runner import expected_output
 from oracle import assert_matches, greedy, varied_prompt
 from scripted_engine import ScriptedEngine, letters, text_ids
 
 from mlx_paged_attention import SamplingParams
+from mlx_paged_attention.engine.beams import Hypothesis
 from mlx_paged_attention.errors import InvalidRequestError, RequestFailedError
 
 PROMPTS = [varied_prompt(length, seed) for seed, length in enumerate((37, 16, 5))]
@@ -216,3 +219,18 @@ def test_searches_that_have_too_few_seats_or_blocks_between_them_all_end(
     engine.run(limit=12 * searches * (width + 2) * 2)
     for i in range(searches):
         assert len(engine.last(f"b{i}").outputs) == width
+
+
+@pytest.mark.parametrize("penalty", [-10.0, 10.0])
+def test_a_long_answer_has_a_score_at_every_penalty(penalty):
+    long = Hypothesis(tuple(range(1_000_000)), -1e6)
+    assert -math.inf < long.score(penalty) < 0.0
+
+
+def test_a_beam_takes_no_name_that_somebody_else_has():
+    engine = ScriptedEngine()
+    engine.add("r", [1, 2, 3], n=3, use_beam_search=True, max_tokens=6)
+    engine.add("r#1", [4, 5], max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert len(engine.last("r").outputs) == 3
+    assert engine.last("r#1").outputs[0].token_ids == expected_output([4, 5], 6)

@@ -1,6 +1,7 @@
 """Answers to one prompt, and branches of a running request, share blocks until they write into them."""
 
 import asyncio
+import contextlib
 
 import pytest
 from fake_runner import expected_output
@@ -175,3 +176,44 @@ def test_a_step_that_found_no_memory_takes_along_blocks_that_its_rows_have_copie
         engine.run()
         answers.append([answer.token_ids for answer in engine.last("r").outputs])
     assert answers[0] == answers[1] == [expected_output(range(65, 77), 6)] * 2
+
+
+def test_branches_take_no_seat_from_those_who_came_before_them():
+    engine = ScriptedEngine(max_num_seqs=2)
+    engine.add("agent", [1, 2, 3], max_tokens=40, ignore_eos=True)
+    engine.add("other", [4, 5, 6], max_tokens=4, ignore_eos=True)
+    engine.add("waiting", [7, 8, 9], max_tokens=2, ignore_eos=True)
+    for number in range(12):
+        fork(engine, "agent", f"branch-{number}", max_tokens=2, ignore_eos=True)
+        engine.step()
+    assert engine.outputs["waiting"]
+    assert engine.outputs["waiting"][-1].finished
+    engine.run()
+
+
+def test_answers_whose_first_has_ended_keep_their_place():
+    engine = ScriptedEngine(max_num_seqs=1)
+    engine.add("a", [1, 2, 3], n=3, max_tokens=2, ignore_eos=True)
+    for name in ("later", "last"):
+        engine.add(name, [4, 5, 6], max_tokens=2, ignore_eos=True)
+    engine.run()
+    order = list(dict.fromkeys(row.request_id for plan in engine.runner.plans for row in plan.rows))
+    assert order == ["a#0", "a#1", "a#2", "later", "last"]
+
+
+async def test_a_branch_that_was_refused_ends_nobody_else(tiny_model):
+    llm = AsyncLLM(model=str(tiny_model("llama")), skip_tokenizer_init=True, num_blocks=128)
+    said = 0
+    async for output in llm.generate(PROMPT, greedy(40), "main"):
+        said = len(output.outputs[0].token_ids)
+        if said == 5:
+            twin = llm.fork("main", greedy(3), "main")  # a name that is taken
+            pending = asyncio.ensure_future(anext(twin))
+            await asyncio.sleep(0)
+            pending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InvalidRequestError):
+                await pending
+            await twin.aclose()
+    assert said == 40
+    assert output.outputs[0].finish_reason == "length"
+    llm.close()
