@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,6 +26,9 @@ class ChatTemplate:
             for conversations with tools.
         special_tokens: what the template may refer to: ``bos_token``, ``eos_token``, …, as text.
 
+    Attributes:
+        variables: the names that the templates read, such as ``tools``.
+
     Raises:
         ModelLoadError: a template does not compile.
     """
@@ -38,8 +41,10 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in self.sources.items()}
+            parsed = [environment.parse(text) for text in self.sources.values()]
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
+        self.variables = frozenset().union(*map(meta.find_undeclared_variables, parsed))
 
     def render(
         self,

@@ -6,6 +6,8 @@ from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
 
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -35,7 +37,8 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     ``content`` becomes a string: parts of type ``text`` are joined without a separator, as templates that
     iterate over parts do; ``None`` beside tool calls is ``""``. ``arguments`` of tool calls become
     :class:`ToolArguments`, ``""`` counting as no arguments. An empty ``tool_calls`` is left out. The role
-    ``developer`` becomes ``system``.
+    ``developer`` becomes ``system``. An assistant's reasoning, under any of the names in use, is found by
+    templates under those they read.
 
     Raises:
         InvalidRequestError: a message is not of this shape; the message says which and why.
@@ -68,6 +71,8 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     result = dict(message)
     if role == "developer":  # OpenAI's newer word; templates know the older one
         result["role"] = "system"
+    if role == "assistant":
+        result.update(_reasoning(message, where))
     calls = result.pop("tool_calls", None)
     if calls:
         if role != "assistant":
@@ -79,6 +84,17 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
         ]
     result["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
     return result
+
+
+def _reasoning(message: Mapping[str, Any], where: str) -> dict[str, str]:
+    """As Hugging Face does: under the common name, and under that of gpt-oss's template."""
+    for name in _REASONING_NAMES:
+        text = message.get(name)
+        if text is not None:
+            if not isinstance(text, str):
+                raise _error(f"{where}.{name}", f"must be a string, not {type(text).__name__}")
+            return {"thinking": message.get("thinking") or text, "reasoning_content": text}
+    return {}
 
 
 def _content(content: Any, where: str, *, optional: bool) -> str:

@@ -113,6 +113,17 @@ def test_an_empty_list_of_tool_calls_is_no_tool_call():
     assert normalize_messages(with_field) == normalize_messages(plain)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_found_under_the_names_that_templates_read(name):
+    message = {"role": "assistant", "content": "Yes", name: "Hm"}
+    (normal,) = normalize_messages([message])
+    assert (normal["reasoning_content"], normal["thinking"]) == ("Hm", "Hm")
+    (plain,) = normalize_messages([{"role": "user", "content": "Yes"}])
+    assert set(plain) == {"role", "content"}
+    with pytest.raises(InvalidRequestError, match=name):
+        normalize_messages([message | {name: 5}])
+
+
 def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     assert normalize_messages([{"role": "user", "content": parts}])[0]["content"] == "a b"
