@@ -162,7 +162,7 @@ BAD = [
     ({"audio": {}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"store": True}, "store"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": 1}, "continue_final_message"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"echo": True}, "echo"),
     ({"chat_template_kwargs": {"request_id": "x"}}, "chat_template_kwargs"),
