@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -44,7 +44,15 @@ class ChatTemplate:
             parsed = [environment.parse(text) for text in self.sources.values()]
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
-        self.variables = frozenset().union(*map(meta.find_undeclared_variables, parsed))
+        self._tells_no_content = any(
+            test.name == "none" and _is_content(test.node)
+            for tree in parsed
+            for test in tree.find_all(nodes.Test)
+        )
+        # Not those that are undeclared: templates set a default for what they were not given.
+        self.variables = frozenset(
+            node.name for tree in parsed for node in tree.find_all(nodes.Name) if node.ctx == "load"
+        )
 
     def render(
         self,
@@ -57,7 +65,8 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         Args:
-            messages: as from :func:`~mlx_paged_attention.text.messages.normalize_messages`.
+            messages: as from :func:`~mlx_paged_attention.text.messages.normalize_messages`; a content of
+                nothing beside tool calls is ``None`` for templates that ask whether it is.
             tools: function definitions offered to the model.
             add_generation_prompt: end with the opening of the assistant's turn.
             variables: further template variables, such as ``enable_thinking``.
@@ -67,6 +76,13 @@ class ChatTemplate:
         """
         template = self._choose(with_tools=bool(tools))
         context = {**self._special_tokens, **variables}
+        if self._tells_no_content:
+            messages = [
+                {**message, "content": None}
+                if message.get("tool_calls") and not message["content"]
+                else message
+                for message in messages
+            ]
         try:
             return template.render(
                 context,
@@ -94,6 +110,13 @@ class ChatTemplate:
         raise InvalidRequestError(
             f"the model has chat templates named {', '.join(sorted(self._templates))} but none named default"
         )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Whether it is a message's content, as an attribute or an item."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and node.arg == nodes.Const("content")
 
 
 class _GenerationTag(Extension):

@@ -71,7 +71,8 @@ def test_finding_a_format_imports_no_mlx():
     [
         ("{{ tools }}", True),
         ("{% if tools is defined and tools %}x{% endif %}", True),
-        ("{% set tools = 1 %}{{ tools }}", False),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", True),
+        ("{% set tools = 1 %}", False),
         ("{{ messages }} tools", False),
     ],
 )

@@ -98,6 +98,13 @@ def test_tool_call_arguments_serve_as_mapping_and_as_text(arguments):
     assert text.startswith("[list][]")
 
 
+@pytest.mark.parametrize("name", ["m.content", "m['content']"])
+def test_a_template_that_asks_for_no_content_beside_tool_calls_gets_none(name):
+    """DeepSeek's does, and left the calls out."""
+    source = "{% for m in messages %}[{{ 'calls' if @ is none else @ }}]{% endfor %}"
+    assert render(source.replace("@", name), TOOL_HISTORY) == "[list][calls][a.txt]"
+
+
 def test_no_arguments_are_an_empty_mapping():
     """ml-explore/mlx-lm#1065"""
     for arguments in ("", None, {}, "{}"):
