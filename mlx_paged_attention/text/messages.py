@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.text.nesting import MAX_DEPTH, is_nested_too_deeply
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -139,8 +140,10 @@ def _arguments(arguments: Any, where: str) -> ToolArguments:
         raise _error(where, f"must be the text of a JSON object, not {type(arguments).__name__}")
     try:
         values = json.loads(arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _error(where, f"must be the text of a JSON object: {error}") from error
+    if is_nested_too_deeply(values):
+        raise _error(where, f"is nested more than {MAX_DEPTH} levels deep")
     if not isinstance(values, dict):
         raise _error(where, f"must be the text of a JSON object, not of a {type(values).__name__}")
     return ToolArguments(values, arguments)

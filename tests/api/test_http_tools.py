@@ -224,6 +224,7 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
                 "'z', which is not",
             ),
             ({"tool_choice": "sometimes"}, "tool_choice", "must be"),
+            ({"tool_choice": {"type": "function", "function": {"name": [1]}}}, "tool_choice", "which is not"),
             ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be"),
             ({"tool_choice": "auto", "tools": []}, "tool_choice", "only allowed with tools"),
             ({"tools": [tool("f"), tool("f")]}, "tools", "twice"),

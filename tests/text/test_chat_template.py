@@ -176,6 +176,13 @@ def test_a_malformed_conversation_is_refused_by_name(messages, message):
         normalize_messages(messages)
 
 
+@pytest.mark.parametrize("depth", [300, 5000])
+def test_arguments_nested_too_deeply_are_refused(depth):
+    call = {"function": {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+    with pytest.raises(InvalidRequestError, match=r"tool_calls\[0\]\.function\.arguments"):
+        normalize_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize("arguments", ["[1]", "{", "ls", 5])
 def test_arguments_that_are_no_json_object_are_refused(arguments):
     call = {"function": {"name": "f", "arguments": arguments}}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import MAX_LOGPROBS, UNUSED_BY_BEAMS, SamplingParams
+from mlx_paged_attention.text.nesting import MAX_DEPTH, is_nested_too_deeply
 
 NO_EFFECT = frozenset(
     {
@@ -109,6 +110,8 @@ class GenerationRequest(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
+            if is_nested_too_deeply(value):
+                raise InvalidRequestError(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
             if not _is_unicode(value):
                 raise InvalidRequestError(f"{name} holds half of a surrogate pair: no Unicode text", name)
             if name in UNSUPPORTED and name not in cls.model_fields:

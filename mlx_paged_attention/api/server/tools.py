@@ -52,8 +52,9 @@ def _check_choice(tool_choice: Any, names: set[str]) -> None:
 def _refuse_forced(tool_choice: Any, names: set[str]) -> None:
     function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
     if isinstance(function, dict) and tool_choice.get("type") == "function":
-        if function.get("name") not in names:
-            raise _error(f"tool_choice names {function.get('name')!r}, which is not in tools", "tool_choice")
+        name = function.get("name")
+        if not isinstance(name, str) or name not in names:
+            raise _error(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
     elif tool_choice != "required":
         raise _error(
             "tool_choice must be 'none', 'auto', 'required' or "
