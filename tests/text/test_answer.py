@@ -6,6 +6,7 @@ import pytest
 from answer_corpus import ANSWERS, FORMATS, NEWS, PARIS, TOOLS, hermes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_vocabularies import byte_level
 
 from mlx_paged_attention.text.answer import (
     AnswerParser,
@@ -16,6 +17,7 @@ from mlx_paged_attention.text.answer import (
     ToolCallEnd,
 )
 from mlx_paged_attention.text.answer_format import AnswerFormat
+from mlx_paged_attention.text.tokenizer import Tokenizer
 
 TWO_CALLS = hermes("get_weather", '{"city": "Paris"}') + hermes("get_news", "{}") + "more"
 
@@ -62,6 +64,17 @@ def test_where_an_answer_is_cut_changes_nothing(name, answer, expected):
     assert read(FORMATS[name], answer)[0] == expected, "character by character"
     for cut in range(min(len(answer), 600) + 1):
         assert read(FORMATS[name], [answer[:cut], answer[cut:]])[0] == expected, cut
+
+
+@pytest.mark.parametrize("stop", [None, "Paris", "é", "\n"])
+@pytest.mark.parametrize(("name", "answer", "expected"), ANSWERS)
+def test_half_characters_and_stop_strings_before_it_change_nothing(name, answer, expected, stop):
+    detokenizer = Tokenizer(byte_level()).detokenizer(stop=[stop] if stop else [])
+    pieces = [detokenizer.push(byte) for byte in answer.encode()]
+    pieces.append(detokenizer.flush())
+    if stop and stop in answer:
+        expected = read(FORMATS[name], [answer[: answer.index(stop)]])[0]
+    assert read(FORMATS[name], pieces)[0] == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -133,6 +146,8 @@ def test_without_parallel_calls_an_answer_ends_with_its_first():
     for pieces in ([TWO_CALLS], TWO_CALLS):
         assert read(FORMATS["hermes"], pieces, parallel=False)[0] == [PARIS]
     assert read(FORMATS["hermes"], TWO_CALLS)[0] == [PARIS, NEWS, ("text", "more")]
+    both = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_news[ARGS]{}'
+    assert read(FORMATS["mistral"], both, parallel=False)[0] == [PARIS]
 
 
 def test_a_prompt_that_ends_in_reasoning_starts_there():
