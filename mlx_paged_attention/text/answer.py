@@ -93,6 +93,11 @@ class AnswerParser:
         self._state: _State = "reasoning" if in_reasoning else "text"
         self._markers = {s: answer_format.markers(s, tools=bool(tools)) for s in ("text", "reasoning")}
         self._search = {state: _any_of(tuple(markers)) for state, markers in self._markers.items()}
+        self._beginnings = {
+            state: {marker[:size] for marker in markers for size in range(1, len(marker))}
+            for state, markers in self._markers.items()
+        }
+        self._longest = {state: max(map(len, found), default=0) for state, found in self._beginnings.items()}
         self._buffer = ""  # not decided yet
         self._trims = in_reasoning  # leading white space belongs to the marker before it
         self._at_start = True  # no text of the answer proper yet
@@ -144,14 +149,11 @@ class AnswerParser:
 
     def _begun_marker(self) -> int:
         """Where the first marker begins that is complete but for what has yet to come; else the end."""
-        buffer = self._buffer
-        length = 0
-        for marker in self._markers[self._state]:
-            for size in range(min(len(marker) - 1, len(buffer)), length, -1):
-                if buffer.endswith(marker[:size]):
-                    length = size
-                    break
-        return len(buffer) - length
+        buffer, beginnings = self._buffer, self._beginnings[self._state]
+        for size in range(min(self._longest[self._state], len(buffer)), 0, -1):
+            if buffer[-size:] in beginnings:
+                return len(buffer) - size
+        return len(buffer)
 
     def _pass_marker(self, parts: list[Part], found: re.Match[str]) -> None:
         before = self._buffer[: found.start()]
