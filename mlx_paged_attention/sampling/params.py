@@ -107,6 +107,7 @@ class SamplingParams:
         priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
+        shown_special_ids: control tokens that the text keeps; it is without the others.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -140,6 +141,7 @@ class SamplingParams:
     priority: int = 0
     cache_salt: str | None = None
     detokenize: bool = True
+    shown_special_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
@@ -218,10 +220,10 @@ class SamplingParams:
             )
 
     def _check_token_lists(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "shown_special_ids"):
             if getattr(self, name) is not None:
                 _sequence(name, getattr(self, name))
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "shown_special_ids"):
             for token_id in getattr(self, name) or ():
                 _integer(name, token_id, 0, MAX_INT)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

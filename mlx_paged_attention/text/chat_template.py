@@ -26,6 +26,9 @@ class ChatTemplate:
             for conversations with tools.
         special_tokens: what the template may refer to: ``bos_token``, ``eos_token``, …, as text.
 
+    Attributes:
+        variables: the names that the templates read, such as ``tools``.
+
     Raises:
         ModelLoadError: a template does not compile.
     """
@@ -38,8 +41,18 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in self.sources.items()}
+            parsed = [environment.parse(text) for text in self.sources.values()]
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
+        self._tells_no_content = any(
+            test.name == "none" and _is_content(test.node)
+            for tree in parsed
+            for test in tree.find_all(nodes.Test)
+        )
+        # Not those that are undeclared: templates set a default for what they were not given.
+        self.variables = frozenset(
+            node.name for tree in parsed for node in tree.find_all(nodes.Name) if node.ctx == "load"
+        )
 
     def render(
         self,
@@ -52,7 +65,8 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         Args:
-            messages: as from :func:`~mlx_paged_attention.text.messages.normalize_messages`.
+            messages: as from :func:`~mlx_paged_attention.text.messages.normalize_messages`; a content of
+                nothing beside tool calls is ``None`` for templates that ask whether it is.
             tools: function definitions offered to the model.
             add_generation_prompt: end with the opening of the assistant's turn.
             variables: further template variables, such as ``enable_thinking``.
@@ -62,6 +76,13 @@ class ChatTemplate:
         """
         template = self._choose(with_tools=bool(tools))
         context = {**self._special_tokens, **variables}
+        if self._tells_no_content:
+            messages = [
+                {**message, "content": None}
+                if message.get("tool_calls") and not message["content"]
+                else message
+                for message in messages
+            ]
         try:
             return template.render(
                 context,
@@ -89,6 +110,13 @@ class ChatTemplate:
         raise InvalidRequestError(
             f"the model has chat templates named {', '.join(sorted(self._templates))} but none named default"
         )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Whether it is a message's content, as an attribute or an item."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and node.arg == nodes.Const("content")
 
 
 class _GenerationTag(Extension):

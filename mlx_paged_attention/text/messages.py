@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.text.nesting import MAX_DEPTH, is_nested_too_deeply
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -35,7 +38,8 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     ``content`` becomes a string: parts of type ``text`` are joined without a separator, as templates that
     iterate over parts do; ``None`` beside tool calls is ``""``. ``arguments`` of tool calls become
     :class:`ToolArguments`, ``""`` counting as no arguments. An empty ``tool_calls`` is left out. The role
-    ``developer`` becomes ``system``.
+    ``developer`` becomes ``system``. An assistant's reasoning, under any of the names in use, is found by
+    templates under those they read.
 
     Raises:
         InvalidRequestError: a message is not of this shape; the message says which and why.
@@ -68,6 +72,8 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
     result = dict(message)
     if role == "developer":  # OpenAI's newer word; templates know the older one
         result["role"] = "system"
+    if role == "assistant":
+        result.update(_reasoning(message, where))
     calls = result.pop("tool_calls", None)
     if calls:
         if role != "assistant":
@@ -79,6 +85,17 @@ def _normalize(message: Any, where: str) -> dict[str, Any]:
         ]
     result["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
     return result
+
+
+def _reasoning(message: Mapping[str, Any], where: str) -> dict[str, str]:
+    """As Hugging Face does: under the common name, and under that of gpt-oss's template."""
+    for name in _REASONING_NAMES:
+        text = message.get(name)
+        if text is not None:
+            if not isinstance(text, str):
+                raise _error(f"{where}.{name}", f"must be a string, not {type(text).__name__}")
+            return {"thinking": message.get("thinking") or text, "reasoning_content": text}
+    return {}
 
 
 def _content(content: Any, where: str, *, optional: bool) -> str:
@@ -123,8 +140,10 @@ def _arguments(arguments: Any, where: str) -> ToolArguments:
         raise _error(where, f"must be the text of a JSON object, not {type(arguments).__name__}")
     try:
         values = json.loads(arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _error(where, f"must be the text of a JSON object: {error}") from error
+    if is_nested_too_deeply(values):
+        raise _error(where, f"is nested more than {MAX_DEPTH} levels deep")
     if not isinstance(values, dict):
         raise _error(where, f"must be the text of a JSON object, not of a {type(values).__name__}")
     return ToolArguments(values, arguments)

@@ -12,7 +12,9 @@ import tokenizers
 from tokenizers import processors
 
 from mlx_paged_attention.errors import InvalidRequestError, ModelLoadError
+from mlx_paged_attention.text.answer_format import AnswerFormat, find_format
 from mlx_paged_attention.text.chat_template import ChatTemplate
+from mlx_paged_attention.text.continuation import render_unfinished
 from mlx_paged_attention.text.detokenizer import REPLACEMENT, Detokenizer
 from mlx_paged_attention.text.gguf_vocabulary import gguf_adds_bos, gguf_value, tokenizer_from_gguf
 from mlx_paged_attention.text.messages import map_strings, normalize_messages
@@ -132,20 +134,44 @@ class Tokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_special_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> Detokenizer:
-        """A fresh :class:`Detokenizer` for one sequence."""
+        """A fresh :class:`Detokenizer` for one sequence; the shown special tokens are not skipped."""
         backend = self._backend
+        skips_all = skip_special_tokens and not shown_special_ids
 
         def decode(ids: list[int]) -> str:
-            return backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return backend.decode(ids, skip_special_tokens=skips_all)
 
         return Detokenizer(
             decode,
             stop=stop,
             include_stop=include_stop,
             min_tokens=min_tokens,
-            silent_ids=self.special_ids if skip_special_tokens else frozenset(),
+            silent_ids=self.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset(),
+        )
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model marks reasoning and tool calls, as its template and vocabulary tell."""
+        template = self.chat_template
+        return find_format(
+            "" if template is None else "\n".join(template.sources.values()),
+            self._backend.get_vocab(with_added_tokens=True),
+            offers_tools=self.template_reads("tools"),
+        )
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template looks at a variable."""
+        return self.chat_template is not None and variable in self.chat_template.variables
+
+    def answer_special_ids(self, *, tools: bool) -> tuple[int, ...]:
+        """Control tokens that an answer's text must keep for its format to be read."""
+        return tuple(
+            token_id
+            for token_id, text in sorted(self._special_tokens.items())
+            if token_id not in self.eos_token_ids and self.answer_format.shows(text, tools=tools)
         )
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
@@ -164,45 +190,68 @@ class Tokenizer:
         messages: Any,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt text of a conversation.
 
+        Args:
+            tools: function definitions offered to the model.
+            add_generation_prompt: end with the opening of the assistant's turn; by default, unless the final
+                message is continued.
+            continue_final_message: end inside the last message, for the model to go on with it.
+            variables: of the template.
+
         Raises:
             InvalidRequestError: malformed messages, or the template refuses them, or there is no template.
         """
-        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
-        return self._template().render(normalize_messages(messages), **options)
+        add = _adds_generation_prompt(add_generation_prompt, continue_final_message)
+        options = {"tools": tools, "add_generation_prompt": add, **variables}
+        return self._render(normalize_messages(messages), options, unfinished=continue_final_message)
 
     def chat_token_ids(
         self,
         messages: Any,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """The prompt's token ids of a conversation.
+        """The prompt's token ids of a conversation; arguments as for :meth:`render_chat`.
 
         Equal to ``encode_chat(render_chat(...))``, except that control tokens written out in a message,
-        a tool result or a tool description are encoded as the text they are: nobody can end their own turn.
+        a tool result, a tool description or a template variable are encoded as the text they are: nobody can
+        end their own turn.
 
         Raises:
             InvalidRequestError: as :meth:`render_chat`.
         """
-        template = self._template()
-        options = {"add_generation_prompt": add_generation_prompt, **variables}
-        normal = normalize_messages(messages)
+        add = _adds_generation_prompt(add_generation_prompt, continue_final_message)
         guard = _SpecialTextGuard(list(self._special_tokens.values()))
-        guarded = [{**map_strings(message, guard.hide), "role": message["role"]} for message in normal]
-        guarded_tools = map_strings(tools, guard.hide)
+        messages = [
+            {**map_strings(message, guard.hide), "role": message["role"]}
+            for message in normalize_messages(messages)
+        ]
+        options = {"tools": tools, "add_generation_prompt": add, **variables}
+        options = {name: map_strings(value, guard.hide) for name, value in options.items()}
+        text = self._render(messages, options, unfinished=continue_final_message)
         if not guard.used:
-            return self.encode_chat(template.render(normal, tools=tools, **options))
-        rendered = template.render(guarded, tools=guarded_tools, **options)
+            return self.encode_chat(text)
         private = {text: _private_name(token_id) for token_id, text in self._special_tokens.items()}
-        text = guard.restore(guard.special_text.sub(lambda match: private[match[0]], rendered))
+        text = guard.restore(guard.special_text.sub(lambda match: private[match[0]], text))
         return self._private_backend.encode(text, add_special_tokens=False).ids
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, unfinished: bool
+    ) -> str:
+        template = self._template()
+
+        def render(conversation: Sequence[Mapping[str, Any]]) -> str:
+            return template.render(conversation, **options)
+
+        return render_unfinished(render, messages) if unfinished else render(messages)
 
     def _template(self) -> ChatTemplate:
         if self.chat_template is None:
@@ -265,6 +314,16 @@ class _SpecialTextGuard:
     def _placeholder(self, match: re.Match[str]) -> str:
         self._hidden.append(match[0])
         return f"z{self._key}z{len(self._hidden) - 1}z"
+
+
+def _adds_generation_prompt(asked: bool | None, continues: bool) -> bool:
+    if asked and continues:
+        raise InvalidRequestError(
+            "add_generation_prompt begins a new turn, continue_final_message goes on with the last one: "
+            "ask for one of them",
+            "continue_final_message",
+        )
+    return not continues if asked is None else asked
 
 
 def _private_name(token_id: int) -> str:

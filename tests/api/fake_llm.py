@@ -25,6 +25,7 @@ from mlx_paged_attention.errors import (
     RequestTooLongError,
 )
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.answer_format import AnswerFormat
 from mlx_paged_attention.text.messages import normalize_messages
 
 ANSWER = "The quick brown fox jumps over the lazy dog. "
@@ -50,10 +51,22 @@ INFO = EngineInfo(
 
 
 class ByteTokenizer:
-    def encode(self, text: str) -> list[int]:
+    """Every byte is a token; the template writes names, contents, tools' names and its other variables."""
+
+    def __init__(self, answer_format: AnswerFormat | None = None, reads: tuple[str, ...] = ()) -> None:
+        self.answer_format = answer_format or AnswerFormat()
+        self._reads = reads
+
+    def template_reads(self, variable: str) -> bool:
+        return variable in self._reads
+
+    def answer_special_ids(self, *, tools: bool) -> tuple[int, ...]:
+        return ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
@@ -61,6 +74,8 @@ class ByteTokenizer:
 
     def chat_token_ids(self, messages: Any, **template_kwargs: Any) -> list[int]:
         text = "".join(f"<{m['role']}>{m['content']}" for m in normalize_messages(messages))
+        if tools := template_kwargs.pop("tools", None):
+            template_kwargs["tools"] = ",".join(tool["function"]["name"] for tool in tools)
         if template_kwargs.pop("add_generation_prompt", True):
             text += "<assistant>"
         return self.encode(text + "".join(f"[{name}={value}]" for name, value in template_kwargs.items()))
@@ -87,10 +102,10 @@ class FakeLLM:
         fail_after: int | None = None,
         generation_config: dict[str, Any] | None = None,
         cached: Callable[[list[int]], int] = lambda ids: 0,
-        tokenizer: bool = True,
+        tokenizer: bool | ByteTokenizer = True,
     ) -> None:
         self.info = INFO
-        self.tokenizer = ByteTokenizer() if tokenizer else None
+        self.tokenizer = ByteTokenizer() if tokenizer is True else tokenizer or None
         self.generation_config = generation_config or {}
         self.step_time, self.first_step, self.fail_after = step_time, first_step, fail_after
         self.dead_reason: str | None = None

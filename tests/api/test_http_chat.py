@@ -127,6 +127,10 @@ async def test_template_variables_reach_the_template(client: httpx.AsyncClient, 
     assert bytes(llm.prompts[0]).decode() == "<user>hi[enable_thinking=False]"
 
 
+async def test_a_field_may_be_nested_as_deeply_as_any_schema_is(client: httpx.AsyncClient) -> None:
+    await post(client, messages=[{"role": "user", "content": "hi", "x": nested(198)}], max_tokens=1)
+
+
 async def test_harmless_fields_are_accepted(client: httpx.AsyncClient) -> None:
     await post(
         client,
@@ -143,6 +147,10 @@ async def test_harmless_fields_are_accepted(client: httpx.AsyncClient) -> None:
     )
 
 
+def nested(depth: int) -> Any:
+    return [] if depth == 1 else {"a": nested(depth - 1)}
+
+
 BAD = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -152,6 +160,8 @@ BAD = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 10, "max_tokens": 10}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "hi", "x": nested(300)}]}, "messages"),
+    ({"chat_template_kwargs": nested(700)}, "chat_template_kwargs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
@@ -162,7 +172,7 @@ BAD = [
     ({"audio": {}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"store": True}, "store"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": 1}, "continue_final_message"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"echo": True}, "echo"),
     ({"chat_template_kwargs": {"request_id": "x"}}, "chat_template_kwargs"),

@@ -212,6 +212,14 @@ def test_held_text_comes_out_when_the_length_ends_it(texts):
     assert texts.last("r").outputs[0].finish_reason == "length"
 
 
+def test_control_tokens_are_in_the_text_where_they_are_to_be_shown(texts):
+    for name, shown, text in (("a", (), "xy"), ("b", [EOS], "x<eos>y")):
+        answer = "x" + chr(EOS) + "y"
+        texts.add(name, "q", answer=answer, max_tokens=3, ignore_eos=True, shown_special_ids=shown)
+        texts.run()
+        assert texts.last(name).outputs[0].text == text
+
+
 def test_max_tokens_none_goes_on_to_the_context_limit(scripted):
     scripted.add("r", PROMPT, max_tokens=None)
     scripted.run()

@@ -61,6 +61,8 @@ def test_a_number_within_range_is_kept(name, value):
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["1"]),
         ("stop_token_ids", 5),
+        ("shown_special_ids", [-1]),
+        ("shown_special_ids", 5),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [1.0]),
         ("logit_bias", {-1: 1.0}),

@@ -98,6 +98,13 @@ def test_tool_call_arguments_serve_as_mapping_and_as_text(arguments):
     assert text.startswith("[list][]")
 
 
+@pytest.mark.parametrize("name", ["m.content", "m['content']"])
+def test_a_template_that_asks_for_no_content_beside_tool_calls_gets_none(name):
+    """DeepSeek's does, and left the calls out."""
+    source = "{% for m in messages %}[{{ 'calls' if @ is none else @ }}]{% endfor %}"
+    assert render(source.replace("@", name), TOOL_HISTORY) == "[list][calls][a.txt]"
+
+
 def test_no_arguments_are_an_empty_mapping():
     """ml-explore/mlx-lm#1065"""
     for arguments in ("", None, {}, "{}"):
@@ -111,6 +118,17 @@ def test_an_empty_list_of_tool_calls_is_no_tool_call():
     plain = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "go on"}]
     with_field = [{"role": "assistant", "content": "ok", "tool_calls": []}, plain[1]]
     assert normalize_messages(with_field) == normalize_messages(plain)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_found_under_the_names_that_templates_read(name):
+    message = {"role": "assistant", "content": "Yes", name: "Hm"}
+    (normal,) = normalize_messages([message])
+    assert (normal["reasoning_content"], normal["thinking"]) == ("Hm", "Hm")
+    (plain,) = normalize_messages([{"role": "user", "content": "Yes"}])
+    assert set(plain) == {"role", "content"}
+    with pytest.raises(InvalidRequestError, match=name):
+        normalize_messages([message | {name: 5}])
 
 
 def test_text_parts_are_joined():
@@ -156,6 +174,13 @@ def test_normalising_leaves_the_callers_messages_alone():
 def test_a_malformed_conversation_is_refused_by_name(messages, message):
     with pytest.raises(InvalidRequestError, match=message):
         normalize_messages(messages)
+
+
+@pytest.mark.parametrize("depth", [300, 5000])
+def test_arguments_nested_too_deeply_are_refused(depth):
+    call = {"function": {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+    with pytest.raises(InvalidRequestError, match=r"tool_calls\[0\]\.function\.arguments"):
+        normalize_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{", "ls", 5])

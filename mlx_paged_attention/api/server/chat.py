@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
+from mlx_paged_attention.api.server.answers import Answers
 from mlx_paged_attention.api.server.chunks import (
     AnswerMessage,
     ChatChoice,
@@ -17,7 +18,11 @@ from mlx_paged_attention.api.server.chunks import (
     ChatLogprobs,
     ChunkChoice,
     Delta,
+    Function,
+    FunctionDelta,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -33,7 +38,19 @@ from mlx_paged_attention.api.server.serving import (
     token_bytes,
     with_owner,
 )
-from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob
+from mlx_paged_attention.api.server.tools import shown_tools
+from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.text.answer import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+from mlx_paged_attention.text.messages import normalize_messages
+from mlx_paged_attention.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -46,7 +63,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 class _ChatChunks:
-    """The chunks of one request: per choice a first one with the role, then its text."""
+    """The chunks of one request: per choice a first one with the role, then one per part of its answer."""
 
     def __init__(self, serving: Serving, body: ChatRequest) -> None:
         serving.require_engine()
@@ -57,7 +74,24 @@ class _ChatChunks:
             "created": int(time.time()),
             "model": serving.model_name(body.model),
         }
-        own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+        tokenizer = serving.llm.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "chat needs a tokenizer, and the engine has none (skip_tokenizer_init)", "messages"
+            )
+        tools = shown_tools(body.tools, body.tool_choice, tokenizer)
+        self._template_kwargs = _template_kwargs(body, tools, tokenizer)
+        continues = body.continue_final_message
+        self._answers = Answers(
+            tokenizer,
+            tools=tools,
+            parallel=body.parallel_tool_calls is not False,
+            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
+        )
+        own: dict[str, Any] = {
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "shown_special_ids": tokenizer.answer_special_ids(tools=bool(tools)),
+        }
         if body.max_completion_tokens is not None:
             own["max_tokens"] = body.max_completion_tokens
         # Without a limit of the client's or the model's, an answer may fill the context.
@@ -68,38 +102,40 @@ class _ChatChunks:
         options = self._body.stream_options
         usage_at_end = not self._body.stream or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats
-        template_kwargs = {
-            "add_generation_prompt": self._body.add_generation_prompt,
-            **(self._body.chat_template_kwargs or {}),
-        }
         begun: set[int] = set()
-        outputs = self._serving.chat(self._body.messages, self._params, template_kwargs)
+        outputs = self._serving.chat(self._body.messages, self._params, self._template_kwargs)
         async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
             async for output in outputs:
                 self._usage.add(0, output)
-                usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
-                choices = []
+                choices: list[ChunkChoice] = []
                 for answer in output.outputs:
                     if answer.index not in begun:
                         begun.add(answer.index)
                         delta = Delta(role="assistant", content="")
                         choices.append(ChunkChoice(index=answer.index, delta=delta))
-                    choices.append(self._choice(answer))
+                    choices += self._choices(output, answer)
+                usage = self._usage_so_far() if continuous else None if usage_at_end else UNSET
                 chunks = [ChatChunk(**self._header, choices=[choice], usage=usage) for choice in choices]
                 if output.prompt_logprobs is not None and chunks:
                     chunks[0].prompt_logprobs = prompt_logprobs_json(output.prompt_logprobs)
                 yield chunks
         if usage_at_end:
-            yield [ChatChunk(**self._header, choices=[], usage=self._usage.usage())]
+            yield [ChatChunk(**self._header, choices=[], usage=self._usage_so_far())]
 
-    def _choice(self, answer: CompletionOutput) -> ChunkChoice:
-        return ChunkChoice(
-            index=answer.index,
-            delta=Delta(content=answer.text),
-            logprobs=self._logprobs(answer) if self._body.logprobs else None,
-            finish_reason=answer.finish_reason,
-            stop_reason=UNSET if answer.finish_reason is None else answer.stop_reason,
-        )
+    def _usage_so_far(self) -> Usage:
+        return self._usage.usage(self._answers.reasoning_tokens)
+
+    def _choices(self, output: RequestOutput, answer: CompletionOutput) -> list[ChunkChoice]:
+        """One per part that is new; the last one has what goes with the tokens."""
+        parts = self._answers.read(output, answer)
+        deltas = [_delta(part) for part in parts if not isinstance(part, ToolCallEnd)] or [Delta(content="")]
+        choices = [ChunkChoice(index=answer.index, delta=delta) for delta in deltas]
+        if self._body.logprobs:
+            choices[-1].logprobs = self._logprobs(answer)
+        if answer.finish_reason is not None:
+            choices[-1].finish_reason = self._answers.finish_reason(answer)
+            choices[-1].stop_reason = answer.stop_reason
+        return choices
 
     def _logprobs(self, answer: CompletionOutput) -> ChatLogprobs:
         assert answer.logprobs is not None
@@ -122,10 +158,87 @@ class _ChatChunks:
         )
 
 
+def _template_kwargs(body: ChatRequest, tools: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
+    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if tools:
+        options["tools"] = tools
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if getattr(body, name) is not None:
+            options[name] = getattr(body, name)
+    if body.reasoning_effort is not None:
+        if not tokenizer.template_reads("reasoning_effort"):
+            raise InvalidRequestError(
+                "reasoning_effort: this model's chat template does not know it; leave it out. Some templates "
+                "turn reasoning off with chat_template_kwargs {'enable_thinking': false}",
+                "reasoning_effort",
+            )
+        options["reasoning_effort"] = body.reasoning_effort
+    return options
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case TextDelta(text):
+            return Delta(content=text)
+        case ReasoningDelta(text):
+            return Delta(reasoning_content=text)
+        case ToolCallBegin(index, call_id, name):
+            function = FunctionDelta(name=name, arguments="")
+            return Delta(
+                tool_calls=[ToolCallDelta(index=index, id=call_id, type="function", function=function)]
+            )
+        case ToolCallArguments(index, text):
+            return Delta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
+        case ToolCallEnd():
+            raise AssertionError("the end of a call is not sent")
+
+
+class _Collected:
+    """One choice of a whole answer in the making."""
+
+    def __init__(self, index: int) -> None:
+        self.choice = ChatChoice(index=index, message=AnswerMessage())
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def add(self, part: ChunkChoice) -> None:
+        choice, delta = self.choice, part.delta
+        if delta.content is not UNSET:
+            self._content.append(delta.content)
+        if delta.reasoning_content is not UNSET:
+            self._reasoning.append(delta.reasoning_content)
+        for call in [] if delta.tool_calls is UNSET else delta.tool_calls:
+            self._add_call(call)
+        if part.finish_reason is not None:
+            choice.finish_reason = part.finish_reason
+            choice.stop_reason = None if part.stop_reason is UNSET else part.stop_reason
+        if part.logprobs is not None:
+            if choice.logprobs is None:
+                choice.logprobs = ChatLogprobs([])
+            choice.logprobs.content += part.logprobs.content
+
+    def _add_call(self, delta: ToolCallDelta) -> None:
+        name, text = delta.function.name, delta.function.arguments
+        if delta.id is not UNSET and name is not UNSET:
+            assert delta.index == len(self._calls), "calls begin in order"
+            self._calls.append(ToolCall(id=delta.id, function=Function(name=name, arguments="")))
+        if text is not UNSET:
+            self._calls[delta.index].function.arguments += text
+
+    def finish(self) -> ChatChoice:
+        message = self.choice.message
+        message.content = "".join(self._content) or (None if self._calls else "")
+        if self._reasoning:
+            message.reasoning_content = "".join(self._reasoning)
+        if self._calls:
+            message.tool_calls = self._calls
+        return self.choice
+
+
 async def _collect(chunks: AsyncGenerator[list[ChatChunk], None]) -> ChatCompletion:
     """The chunks of an answer as one: texts and lists joined, the last finish reason and the last usage."""
-    choices: dict[int, ChatChoice] = {}
-    texts: dict[int, list[str]] = {}
+    choices: dict[int, _Collected] = {}
     prompt_logprobs: Any = UNSET
     last: ChatChunk | None = None
     async for several in chunks:
@@ -133,28 +246,14 @@ async def _collect(chunks: AsyncGenerator[list[ChatChunk], None]) -> ChatComplet
             if last.prompt_logprobs is not UNSET:
                 prompt_logprobs = last.prompt_logprobs
             for part in last.choices:
-                whole = choices.setdefault(part.index, ChatChoice(index=part.index, message=AnswerMessage()))
-                texts.setdefault(part.index, []).append(part.delta.content)
-                _append(whole, part)
+                choices.setdefault(part.index, _Collected(part.index)).add(part)
     assert last is not None
     assert isinstance(last.usage, Usage), "an answer ends with its usage"
-    for index, whole in choices.items():
-        whole.message.content = "".join(texts[index])
     return ChatCompletion(
         id=last.id,
         created=last.created,
         model=last.model,
-        choices=[choices[index] for index in sorted(choices)],
+        choices=[choices[index].finish() for index in sorted(choices)],
         usage=last.usage,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _append(whole: ChatChoice, part: ChunkChoice) -> None:
-    if part.finish_reason is not None:
-        whole.finish_reason = part.finish_reason
-        whole.stop_reason = None if part.stop_reason is UNSET else part.stop_reason
-    if part.logprobs is not None:
-        if whole.logprobs is None:
-            whole.logprobs = ChatLogprobs([])
-        whole.logprobs.content += part.logprobs.content

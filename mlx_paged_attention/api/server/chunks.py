@@ -19,6 +19,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Of the tokens written, those of reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens read and written, summed over a request's prompts and choices."""
 
@@ -26,6 +32,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -76,9 +83,25 @@ class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first one of a call has its id, type and name; further ones more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, kw_only=True):
-    content: str
     role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -99,9 +122,24 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: str = "chat.completion.chunk"
 
 
+class Function(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: Function
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
+    """``content`` is ``null`` if there is nothing but tool calls."""
+
     role: str = "assistant"
-    content: str = ""
+    content: str | None = ""
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None = None
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import MAX_LOGPROBS, UNUSED_BY_BEAMS, SamplingParams
+from mlx_paged_attention.text.nesting import MAX_DEPTH, is_nested_too_deeply
 
 NO_EFFECT = frozenset(
     {
@@ -20,11 +21,15 @@ NO_EFFECT = frozenset(
         "service_tier",  # price and queue, not the answer
         "prompt_cache_key",  # a routing hint: prefixes are shared here by their content
         "prompt_cache_retention",
-        "parallel_tool_calls",  # says how to use tools, which are refused
+        "parallel_tool_calls",  # says how to use tools, which only chat has
     }
 )
 
-_NO_TOOLS = "tool calls are not supported yet; describe the tools in a message and parse the answer yourself"
+_NO_TOOLS = "tools are offered in /v1/chat/completions, as tools and tool_choice; use those"
+_NO_BUDGET = (
+    "reasoning cannot be cut short yet; limit the whole answer with max_tokens, or turn reasoning off with "
+    "chat_template_kwargs {'enable_thinking': false}, where the model's template knows that"
+)
 _NO_FORMAT = "forced formats are not supported yet; ask for the format in the prompt and check the answer"
 
 # Field: why it is refused and what to do, and the values that ask for nothing and so pass.
@@ -33,6 +38,9 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tool_choice": (_NO_TOOLS, ("none",)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
+    "thinking_budget": (_NO_BUDGET, ()),
+    "thinking_token_budget": (_NO_BUDGET, ()),
+    "max_reasoning_tokens": (_NO_BUDGET, ()),
     "response_format": (_NO_FORMAT, ({"type": "text"},)),
     "structured_outputs": (_NO_FORMAT, ()),
     "guided_json": (_NO_FORMAT, ()),
@@ -44,7 +52,7 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
     "store": ("answers are not stored here; leave it out or send false", (False,)),
     "continue_final_message": (
-        "an assistant message cannot be continued here; render the prompt yourself and use /v1/completions",
+        "there are no messages here: end the prompt where the answer is to go on",
         (False,),
     ),
 }
@@ -102,14 +110,16 @@ class GenerationRequest(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
+            if is_nested_too_deeply(value):
+                raise InvalidRequestError(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
             if not _is_unicode(value):
                 raise InvalidRequestError(f"{name} holds half of a surrogate pair: no Unicode text", name)
-            if name in UNSUPPORTED:
+            if name in UNSUPPORTED and name not in cls.model_fields:
                 reason, harmless = UNSUPPORTED[name]
                 # `in` would take 0 for False.
                 if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
                     raise InvalidRequestError(f"{name}: {reason}", name)
-            elif name not in NO_EFFECT:
+            elif name not in NO_EFFECT or name in cls.model_fields:
                 kept[name] = value
         return kept
 
@@ -168,7 +178,12 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -186,7 +201,17 @@ class ChatRequest(GenerationRequest):
 
 
 _RESERVED_TEMPLATE_NAMES = frozenset(
-    {"self", "messages", "sampling_params", "request_id", "output_kind", "add_generation_prompt", "tokenize"}
+    {
+        "self",
+        "messages",
+        "tools",
+        "sampling_params",
+        "request_id",
+        "output_kind",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    }
 )
 
 

@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from msgspec import UNSET
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged_attention.api.defaults import sampling_defaults
 from mlx_paged_attention.api.metrics import Metrics
-from mlx_paged_attention.api.server.chunks import PromptTokensDetails, Usage, encode
+from mlx_paged_attention.api.server.chunks import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+    encode,
+)
 from mlx_paged_attention.api.server.errors import ApiError, describe
 from mlx_paged_attention.api.server.middleware import PREFIX_OWNER
 from mlx_paged_attention.api.server.protocol import GenerationRequest
@@ -130,13 +136,17 @@ class UsageCounter:
         if completion:
             self._completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
 
-    def usage(self) -> Usage:
+    def usage(self, reasoning_tokens: int | None = None) -> Usage:
+        """The sums, and the reasoning tokens where they are told from others."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self._completion_tokens,
             total_tokens=prompt + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
+            completion_tokens_details=UNSET
+            if reasoning_tokens is None
+            else CompletionTokensDetails(reasoning_tokens),
         )
 
 

@@ -1,0 +1,82 @@
+"""Answers: the outputs of a chat as parts (text, reasoning, tool calls), for every protocol alike."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
+from mlx_paged_attention.text.answer import AnswerParser, Part
+from mlx_paged_attention.text.reasoning_tokens import ReasoningTokens
+
+if TYPE_CHECKING:
+    from mlx_paged_attention.text.tokenizer import Tokenizer
+
+
+class Answers:
+    """Reads the answers of one request.
+
+    Args:
+        tools: what the request offers, as OpenAI's API writes it.
+        parallel: an answer may make several calls.
+        continued: the text that the answers continue, if they do not begin a turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        parallel: bool = True,
+        continued: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._parallel = parallel
+        self._continued = continued
+        self._parsers: dict[int, AnswerParser] = {}
+        self._counters: dict[int, ReasoningTokens] = {}
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of all answers, so far."""
+        return sum(counter.count for counter in self._counters.values())
+
+    def read(self, output: RequestOutput, answer: CompletionOutput) -> list[Part]:
+        """The parts of one answer of a delta output, or of a final one."""
+        index = answer.index
+        if index not in self._parsers:
+            self._begin(index, output.prompt_token_ids)
+        parser = self._parsers[index]
+        if index in self._counters:
+            self._counters[index].add(answer.token_ids)
+        parts = parser.push(answer.text)
+        if answer.finish_reason is not None:
+            parts += parser.finish()
+        return parts
+
+    def finish_reason(self, answer: CompletionOutput) -> str | None:
+        """Why it ended, in the words of OpenAI's API."""
+        made_calls = self._parsers[answer.index].num_calls > 0
+        return "tool_calls" if made_calls and answer.finish_reason == "stop" else answer.finish_reason
+
+    def _begin(self, index: int, prompt_token_ids: list[int]) -> None:
+        answer_format, in_reasoning = self._tokenizer.answer_format, False
+        if answer_format.reasoning is not None:
+            in_reasoning = self._ends_in_reasoning(prompt_token_ids, *answer_format.reasoning)
+            ends = answer_format.markers("reasoning", tools=bool(self._tools))
+            self._counters[index] = ReasoningTokens(
+                self._ids(answer_format.reasoning[0]), list(map(self._ids, ends)), in_reasoning=in_reasoning
+            )
+        self._parsers[index] = AnswerParser(
+            answer_format, tools=self._tools, in_reasoning=in_reasoning, parallel=self._parallel
+        )
+
+    def _ends_in_reasoning(self, prompt_token_ids: list[int], start: str, end: str) -> bool:
+        """Whether the turn's opening, or the text that is continued, has begun reasoning and not ended it."""
+        if self._continued is not None:
+            return self._continued.rfind(start) > self._continued.rfind(end)
+        # Only its very end: what a user has written about reasoning is no beginning of it.
+        tail = prompt_token_ids[-len(start) - 8 :]
+        return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(start)
+
+    def _ids(self, marker: str) -> list[int]:
+        return self._tokenizer.encode(marker, add_special_tokens=False)
