@@ -15,6 +15,7 @@ from mlx_paged_attention.engine.group import OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.sampling.structured_outputs import structured_outputs
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 # Characters or token ids beyond which a prompt is prepared off the event loop: a megabyte of text
@@ -102,7 +103,9 @@ class AsyncLLM:
             emit=outputs.put,
         )
         long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
-        group = await asyncio.to_thread(prepare) if long else prepare()
+        # A form of the answer is compiled, which may take a second.
+        slow = long or (sampling_params is not None and sampling_params.structured_outputs is not None)
+        group = await asyncio.to_thread(prepare) if slow else prepare()
         self._engine.start(group)
         async with aclosing(self._follow(outputs, group)) as stream:
             async for output in stream:
@@ -136,6 +139,11 @@ class AsyncLLM:
         outputs = _Outputs()
         name = new_request_id or uuid.uuid4().hex
         params = None if sampling_params is None else checked_params(sampling_params)
+        if params is not None and params.structured_outputs is not None and self.tokenizer is not None:
+            # Here, and not on the engine's thread, which finds it done.
+            await asyncio.to_thread(
+                self.tokenizer.grammars.compile, structured_outputs(params.structured_outputs)
+            )
         self._engine.fork(request_id, name, params, index=index, kind=output_kind, emit=outputs.put)
         async with aclosing(self._follow(outputs, name)) as stream:
             async for output in stream:
