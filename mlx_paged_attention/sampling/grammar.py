@@ -12,6 +12,10 @@ from llguidance import LLExecutor, LLMatcher
 if TYPE_CHECKING:
     from mlx_paged_attention.sampling.row import SamplingRow
 
+# What the eight tokens of a mask's byte may have at most: a minimum takes a quarter of the time of a selection.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_LIMITS = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
+
 
 class MatcherSource(Protocol):
     """Where matchers come from.
@@ -90,20 +94,18 @@ class GrammarMasks:
     words: npt.NDArray[np.uint32]
 
     def apply(self, logits: mx.array) -> mx.array:
-        """``logits`` ``[rows, vocab]`` with -inf for every token that is masked, or has no bit."""
+        """``logits`` ``[rows, vocab]`` as float32, with -inf for every token that is masked or has no bit."""
         vocab = logits.shape[1]
-        # As bytes (least significant first on every platform MLX runs on): a quarter of the traffic.
+        # As bytes: least significant first on every platform that MLX runs on.
         packed = mx.array(self.words.view(np.uint8))
-        bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & mx.array(1, mx.uint8)
-        allowed = bits.astype(mx.bool_).reshape(len(self.rows), -1)[:, :vocab]
-        if allowed.shape[1] < vocab:
-            allowed = mx.pad(allowed, [(0, 0), (0, vocab - allowed.shape[1])])
+        limits = mx.array(_LIMITS)[packed].reshape(len(self.rows), -1)[:, :vocab]
+        if limits.shape[1] < vocab:
+            limits = mx.pad(limits, [(0, 0), (0, vocab - limits.shape[1])], constant_values=-mx.inf)
         if len(self.rows) == logits.shape[0]:
-            return mx.where(allowed, logits, -mx.inf)
+            return mx.minimum(logits, limits)
         in_rows = mx.array(self.rows)
-        masked = mx.where(allowed, logits[in_rows], -mx.inf)
-        result = mx.array(logits)
-        result[in_rows] = masked
+        result = logits.astype(mx.float32)
+        result[in_rows] = mx.minimum(result[in_rows], limits)
         return result
 
 

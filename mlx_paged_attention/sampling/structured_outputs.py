@@ -16,7 +16,7 @@ class StructuredOutputsParams:
         json: a JSON schema, as an object or as text. The names are vLLM's.
         json_object: any JSON object.
         regex: a regular expression that matches the whole answer: Rust's syntax, no look-around and no
-            back-references.
+            back-references; ``\\d`` and ``\\w`` are ASCII, as in JSON schemas.
         choice: the answer is one of these texts.
         grammar: a context-free grammar in the Lark dialect of llguidance; the answer is its ``start``.
 

@@ -54,7 +54,7 @@ def grammar_source(asked: StructuredOutputsParams) -> str:
         body = "start: " + json_rule({"type": "object"})
     elif asked.regex is not None:
         try:
-            body = f"start: /{regex_to_lark(asked.regex)}/"
+            body = "start: /" + regex_to_lark(asked.regex, "dw") + "/"
         except ValueError as error:
             raise _refused(f"regex: {error}") from None
     elif asked.choice is not None:

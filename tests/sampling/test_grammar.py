@@ -155,3 +155,19 @@ def test_a_row_whose_allowed_tokens_the_model_lacks_fails_by_name(grammars, row)
 def test_a_row_with_a_grammar_does_not_run_ahead(row):
     assert not row("a").sampling.runs_ahead
     assert row(None).sampling.runs_ahead
+
+
+def test_a_mask_hides_no_logits_that_are_no_numbers(grammars, row):
+    logits = mx.full((2, VOCAB), mx.nan)
+    for rows in ([row("ab"), row("x")], [row("ab", temperature=1.0), row(None)]):
+        results = launch(logits, rows, MaskFiller(grammars).fill(rows)).read()
+        assert not any(result.finite for result in results)
+
+
+def test_half_precision_logits_are_masked_alike(grammars, row):
+    for dtype in (mx.float16, mx.bfloat16):
+        masked = process_logits(
+            mx.zeros((1, VOCAB), dtype), [row("[xy]")], MaskFiller(grammars).fill([row("[xy]")])
+        )
+        assert masked.dtype == mx.float32
+        assert set(np.nonzero(np.isfinite(np.array(masked[0])))[0].tolist()) == set(b"xy")
