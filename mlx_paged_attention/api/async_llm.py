@@ -4,6 +4,7 @@ import asyncio
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Self
@@ -40,6 +41,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = started.tokenizer
         self.generation_config = started.generation_config
         self._running: set[RequestGroup | str] = set()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._finalizer = weakref.finalize(self, started.engine.close)
 
     @property
@@ -94,18 +96,18 @@ class AsyncLLM:
         """
         outputs = _Outputs()
         request_id = request_id or uuid.uuid4().hex
+        params = checked_params(sampling_params)
+        await self._compile_form(params)
         prepare = partial(
             self._engine.prepare,
             request_id,
             prompt,
-            checked_params(sampling_params),
+            params,
             kind=output_kind,
             emit=outputs.put,
         )
         long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
-        # A form of the answer is compiled, which may take a second.
-        slow = long or (sampling_params is not None and sampling_params.structured_outputs is not None)
-        group = await asyncio.to_thread(prepare) if slow else prepare()
+        group = await asyncio.to_thread(prepare) if long else prepare()
         self._engine.start(group)
         async with aclosing(self._follow(outputs, group)) as stream:
             async for output in stream:
@@ -139,15 +141,24 @@ class AsyncLLM:
         outputs = _Outputs()
         name = new_request_id or uuid.uuid4().hex
         params = None if sampling_params is None else checked_params(sampling_params)
-        if params is not None and params.structured_outputs is not None and self.tokenizer is not None:
-            # Here, and not on the engine's thread, which finds it done.
-            await asyncio.to_thread(
-                self.tokenizer.grammars.compile, structured_outputs(params.structured_outputs)
-            )
+        if params is not None:
+            await self._compile_form(params)
         self._engine.fork(request_id, name, params, index=index, kind=output_kind, emit=outputs.put)
         async with aclosing(self._follow(outputs, name)) as stream:
             async for output in stream:
                 yield output
+
+    async def _compile_form(self, params: SamplingParams) -> None:
+        """Compile the form that an answer must have beside the event loop, and before the engine asks for it.
+
+        On a thread of its own: strangers' forms that take a second each must not keep prompts waiting.
+        """
+        if params.structured_outputs is None or self.tokenizer is None:
+            return
+        form, grammars = structured_outputs(params.structured_outputs), self.tokenizer.grammars
+        if not grammars.is_known(form):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, grammars.compile, form)
 
     async def _follow(
         self, outputs: "_Outputs", request: RequestGroup | str

@@ -102,6 +102,14 @@ class Grammars:
             raise _refused(known)
         return source
 
+    def is_known(self, asked: StructuredOutputsParams) -> bool:
+        """Whether :meth:`compile` will answer at once.
+
+        Raises:
+            InvalidRequestError: as :meth:`compile`.
+        """
+        return self._recall(grammar_source(asked)) is not None
+
     def new_matcher(self, source: str) -> LLMatcher:
         """A matcher at its start, for a source that :meth:`compile` returned."""
         known = self._recall(source)

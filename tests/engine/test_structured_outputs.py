@@ -281,3 +281,22 @@ def test_the_default_model_answers_a_schema():
                 assert set(value) == {"name", "age"}
                 assert isinstance(value["name"], str)
                 assert isinstance(value["age"], int)
+
+
+async def test_known_forms_and_free_requests_do_not_wait_for_the_hostile(async_llm):
+    async def ask(**values):
+        began = time.monotonic()
+        async for _ in async_llm.generate("?", params(**values)):
+            pass
+        return time.monotonic() - began
+
+    await ask()
+    numbers = [99_999_989 - 10 * i for i in range(5)]
+    forms = [{"json": {"type": "integer", "multipleOf": number}} for number in numbers]
+    several = [asyncio.create_task(ask(structured_outputs=form)) for form in forms]
+    await asyncio.sleep(0.05)
+    for values in ({}, {"structured_outputs": None}):
+        await ask(**values)
+    assert not all(task.done() for task in several)
+    for result in await asyncio.gather(*several, return_exceptions=True):
+        assert isinstance(result, InvalidRequestError)
