@@ -11,9 +11,18 @@ if TYPE_CHECKING:
     from mlx_paged_attention.ops.paged_attention import paged_attention
     from mlx_paged_attention.runner.paged_cache import make_paged_cache
     from mlx_paged_attention.sampling.params import SamplingParams
+    from mlx_paged_attention.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "make_paged_cache", "paged_attention"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EngineConfig",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "make_paged_cache",
+    "paged_attention",
+]
 
 # A library loaded before MLX takes the place of the slow one its Linux CPU build brings.
 load_blas()
@@ -23,6 +32,7 @@ _HOMES = {
     "EngineConfig": "config",
     "LLM": "api.llm",
     "SamplingParams": "sampling.params",
+    "StructuredOutputsParams": "sampling.structured_outputs",
     "make_paged_cache": "runner.paged_cache",
     "paged_attention": "ops.paged_attention",
 }

@@ -18,6 +18,7 @@ SHARED = {
     "errors",
     "paths",
     "sampling.params",
+    "sampling.structured_outputs",
     "cache.layer_groups",
     "cache.spec",
     "scheduler.step_plan",

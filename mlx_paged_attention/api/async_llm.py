@@ -4,6 +4,7 @@ import asyncio
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Self
@@ -15,6 +16,7 @@ from mlx_paged_attention.engine.group import Emit, OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.sampling.structured_outputs import structured_outputs
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 # Characters or token ids beyond which a prompt is prepared off the event loop: a megabyte of text
@@ -39,6 +41,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = started.tokenizer
         self.generation_config = started.generation_config
         self._running: set[RequestGroup | Emit] = set()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._finalizer = weakref.finalize(self, started.engine.close)
 
     @property
@@ -93,11 +96,13 @@ class AsyncLLM:
         """
         outputs = _Outputs()
         request_id = request_id or uuid.uuid4().hex
+        params = checked_params(sampling_params)
+        await self._compile_form(params)
         prepare = partial(
             self._engine.prepare,
             request_id,
             prompt,
-            checked_params(sampling_params),
+            params,
             kind=output_kind,
             emit=outputs.put,
         )
@@ -136,10 +141,24 @@ class AsyncLLM:
         outputs = _Outputs()
         name = new_request_id or uuid.uuid4().hex
         params = None if sampling_params is None else checked_params(sampling_params)
+        if params is not None:
+            await self._compile_form(params)
         fork = self._engine.fork(request_id, name, params, index=index, kind=output_kind, emit=outputs.put)
         async with aclosing(self._follow(outputs, fork)) as stream:
             async for output in stream:
                 yield output
+
+    async def _compile_form(self, params: SamplingParams) -> None:
+        """Compile the form that an answer must have beside the event loop, and before the engine asks for it.
+
+        On a thread of its own: strangers' forms that take a second each must not keep prompts waiting.
+        """
+        if params.structured_outputs is None or self.tokenizer is None:
+            return
+        form, grammars = structured_outputs(params.structured_outputs), self.tokenizer.grammars
+        if not grammars.is_known(form):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, grammars.compile, form)
 
     async def _follow(
         self, outputs: "_Outputs", request: RequestGroup | Emit

@@ -214,7 +214,8 @@ class AsyncEngine:
             # Imported here: whoever only talks to the engine needs no MLX.
             from mlx_paged_attention.engine.loading import load_engine
 
-            loaded = load_engine(config, source, progress)
+            grammars = None if tokenizer is None else tokenizer.grammars
+            loaded = load_engine(config, source, progress, grammars)
             engine = Engine(config, loaded.info, loaded.runner, loaded.fingerprint, tokenizer)
         except BaseException as error:
             self._started.put(error)

@@ -22,6 +22,7 @@ from mlx_paged_attention.runner.memory import device_memory
 from mlx_paged_attention.runner.model_host import ModelHost
 from mlx_paged_attention.runner.model_runner import ModelRunner
 from mlx_paged_attention.runner.self_check import choose_layout
+from mlx_paged_attention.text.grammar import Grammars
 
 Progress = Callable[[str], None]
 
@@ -41,8 +42,13 @@ class LoadedEngine:
     fingerprint: str
 
 
-def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -> LoadedEngine:
+def load_engine(
+    config: EngineConfig, source: ModelSource, progress: Progress, grammars: Grammars | None = None
+) -> LoadedEngine:
     """Load the weights, and prepare them to run.
+
+    Args:
+        grammars: of the model's tokenizer, if it has one.
 
     Raises:
         ModelLoadError, UnsupportedModelError, InvalidRequestError: see the parts.
@@ -52,11 +58,16 @@ def load_engine(config: EngineConfig, source: ModelSource, progress: Progress) -
         check_budget(config.kv_memory, device_memory().free, "kv_memory", config.kv_memory)
     progress(f"loading {source.name}")
     loaded = load_model(source, dtype=config.dtype, device="cpu" if backend == "cpu" else "gpu")
-    return prepare_engine(config, loaded, source.name, backend, progress)
+    return prepare_engine(config, loaded, source.name, backend, progress, grammars)
 
 
 def prepare_engine(
-    config: EngineConfig, loaded: LoadedModel, name: str, backend: str, progress: Progress
+    config: EngineConfig,
+    loaded: LoadedModel,
+    name: str,
+    backend: str,
+    progress: Progress,
+    grammars: Grammars | None = None,
 ) -> LoadedEngine:
     """Prove how the model runs, size and allocate the pool.
 
@@ -123,7 +134,7 @@ def prepare_engine(
         eos_token_ids=loaded.eos_token_ids,
         notes=[*loaded.notes, *notes, *plan.notes],
     )
-    return LoadedEngine(info, ModelRunner(host, spec, pool, layout), loaded.fingerprint)
+    return LoadedEngine(info, ModelRunner(host, spec, pool, layout, grammars), loaded.fingerprint)
 
 
 def inspect_model(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelInspection:

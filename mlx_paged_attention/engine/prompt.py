@@ -2,9 +2,13 @@
 
 import random
 
+import msgspec
+
 from mlx_paged_attention.engine.outputs import EngineInfo
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import RowSampling, SamplingParams
+from mlx_paged_attention.sampling.structured_outputs import structured_outputs
+from mlx_paged_attention.scheduler.request import Request
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 
@@ -65,11 +69,11 @@ def row_sampling(
     """What the sampler needs for answer ``index`` of a request.
 
     Raises:
-        InvalidRequestError: stop strings or bad words without a tokenizer.
+        InvalidRequestError: what needs a tokenizer, without one; a form that cannot be enforced.
     """
     if tokenizer is None:
-        for name, value in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
-            if value:
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name):
                 raise InvalidRequestError(
                     f"{name} needs a tokenizer, and the engine has none (skip_tokenizer_init)", name
                 )
@@ -79,6 +83,9 @@ def row_sampling(
     # A model's files may name ids that its logits have no column for; none of them can be sampled.
     stop_ids = [] if params.ignore_eos else [i for i in info.eos_token_ids if i < info.vocab_size]
     bad_words = tokenizer.bad_word_ids(params.bad_words) if tokenizer and params.bad_words else []
+    grammar = None
+    if tokenizer is not None and params.structured_outputs is not None:
+        grammar = tokenizer.grammars.compile(structured_outputs(params.structured_outputs))
     return RowSampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
@@ -96,4 +103,13 @@ def row_sampling(
         logit_bias={k: float(v) for k, v in (params.logit_bias or {}).items()},
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         bad_words=[word for word in bad_words if max(word) < info.vocab_size],
+        grammar=grammar,
     )
+
+
+def continue_grammar(child: Request, parent: Request) -> None:
+    """A fork of the same grammar goes on where its parent stands; one of another begins it."""
+    if child.sampling.grammar is None or child.sampling.grammar != parent.sampling.grammar:
+        return
+    read = parent.sampling.num_grammar_tokens + parent.num_output_tokens
+    child.sampling = msgspec.structs.replace(child.sampling, num_grammar_tokens=read)

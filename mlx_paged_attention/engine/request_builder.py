@@ -11,7 +11,7 @@ from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.engine.beams import BeamGroup
 from mlx_paged_attention.engine.group import Emit, OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo
-from mlx_paged_attention.engine.prompt import check_token_ids, row_sampling, tokenize
+from mlx_paged_attention.engine.prompt import check_token_ids, continue_grammar, row_sampling, tokenize
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
@@ -126,6 +126,8 @@ class RequestBuilder:
         # What scores its prompt cannot share it.
         shares = params.prompt_logprobs is None and not params.use_beam_search
         fork = self.build(request_id, list(parent.token_ids), params, kind=kind, emit=emit)
+        for sequence in fork.sequences:
+            continue_grammar(sequence.request, parent)
         return fork, parent if shares else None
 
     def beam(

@@ -19,6 +19,7 @@ from mlx_paged_attention.runner.layout import Layout
 from mlx_paged_attention.runner.model_host import ModelCache, ModelHost
 from mlx_paged_attention.runner.out_of_memory import out_of_memory
 from mlx_paged_attention.runner.state_pool import StatePool
+from mlx_paged_attention.sampling.grammar import MaskFiller, MatcherSource
 from mlx_paged_attention.sampling.logprobs import token_logprobs
 from mlx_paged_attention.sampling.row import SamplingRow
 from mlx_paged_attention.sampling.sampler import PendingSample, launch
@@ -41,9 +42,13 @@ NOT_FINITE = (
 class RunnerRow:
     """What the runner remembers of a request between steps, beside its block table."""
 
-    def __init__(self, new: NewRow) -> None:
+    def __init__(self, new: NewRow, matchers: MatcherSource | None) -> None:
         self.prompt = new.token_ids[: new.num_prompt_tokens]
-        self.sampling = SamplingRow(new.token_ids, new.num_prompt_tokens, new.sampling)
+        matcher = None
+        if new.sampling.grammar is not None:
+            assert matchers is not None, "the engine refuses grammars without a tokenizer"
+            matcher = matchers.new_matcher(new.sampling.grammar)
+        self.sampling = SamplingRow(new.token_ids, new.num_prompt_tokens, new.sampling, matcher)
         self.state_slot = 0  # where its state is; 0 before its first tokens, or without recurrent layers
 
     def prompt_targets(self, row: PlannedRow) -> list[int]:
@@ -148,13 +153,19 @@ class LaunchedStep:
 
     def _read(self) -> StepOutput:
         tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
-        failed: set[str] = set()
+        failed: dict[str, str] = {}
+        complete: set[str] = set()
         if self._pending is not None:
             for request_id, result in zip(self._sampled, self._pending.read(), strict=True):
-                if not result.finite:
-                    failed.add(request_id)
+                row_sampling = self._rows[request_id].sampling
+                grammar = row_sampling.grammar
+                failure = None if grammar is None else grammar.failure
+                if failure is not None or not result.finite:
+                    failed[request_id] = failure or NOT_FINITE
                     continue
-                self._rows[request_id].sampling.append(result.token_id)
+                row_sampling.append(result.token_id)
+                if grammar is not None and grammar.complete:
+                    complete.add(request_id)
                 tokens[request_id] = (
                     [result.token_id],
                     None if result.logprobs is None else [result.logprobs],
@@ -165,12 +176,13 @@ class LaunchedStep:
         outputs = []
         for row in self._plan.rows:
             if row.request_id in failed:
-                outputs.append(RowOutput(row.request_id, [], failure=NOT_FINITE))
+                outputs.append(RowOutput(row.request_id, [], failure=failed[row.request_id]))
                 continue
             token_ids, logprobs = tokens.get(row.request_id, ([], None))
             of_prompt = prompt_logprobs.get(row.request_id)
             if token_ids or of_prompt is not None:
-                outputs.append(RowOutput(row.request_id, token_ids, logprobs, of_prompt))
+                ends = row.request_id in complete
+                outputs.append(RowOutput(row.request_id, token_ids, logprobs, of_prompt, complete=ends))
         return StepOutput(self._plan.step, outputs)
 
     def _prompt_logprobs(self) -> dict[str, list[TokenLogprobs]]:
@@ -196,10 +208,20 @@ class ModelRunner:
 
     Args:
         spec: what the model keeps; ``pool`` was made for it.
+        matchers: for the grammars that rows may have; ``None`` if none may.
     """
 
-    def __init__(self, host: ModelHost, spec: ModelCacheSpec, pool: KVPool, layout: Layout) -> None:
+    def __init__(
+        self,
+        host: ModelHost,
+        spec: ModelCacheSpec,
+        pool: KVPool,
+        layout: Layout,
+        matchers: MatcherSource | None = None,
+    ) -> None:
         self._host = host
+        self._matchers = matchers
+        self._mask_filler = None if matchers is None else MaskFiller(matchers)
         self._pool = pool
         self._layout = layout
         context, dense, one_row = host.context, layout.dense, not layout.batch_rows
@@ -255,7 +277,11 @@ class ModelRunner:
         if sampled:
             states = [self._rows[request_id].sampling for request_id in sampled]
             logits = [f.last() for f in forwards if any(row.sample for row in f.planned)]
-            pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states)
+            masks = None
+            if self._mask_filler is not None and any(row.grammar is not None for row in states):
+                mx.async_eval(logits)  # masks are filled while these are computed
+                masks = self._mask_filler.fill(states)
+            pending = launch(logits[0] if len(logits) == 1 else mx.concatenate(logits), states, masks)
             for row in states:
                 row.expect()
         state, self._new_states = [*self._pool.state, *self._new_states], []
@@ -297,7 +323,7 @@ class ModelRunner:
                 self._new_states += self._states.set_apart(left.state_slot)
             self._tables.remove(request_id)
         for new in plan.new:
-            self._rows[new.request_id] = RunnerRow(new)
+            self._rows[new.request_id] = RunnerRow(new, self._matchers)
             self._tables.add(new.request_id)
         for source, target in plan.copies:
             self._pool.copy(source, target)

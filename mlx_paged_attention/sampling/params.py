@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.structured_outputs import StructuredOutputsParams, structured_outputs
 
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
@@ -25,6 +26,7 @@ UNUSED_BY_BEAMS: dict[str, Any] = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": None,
+    "structured_outputs": None,
 }
 
 
@@ -40,6 +42,8 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: how many alternatives to report per output token; ``None`` reports nothing.
         prompt_logprobs: the same for prompt positions.
         bad_words: token sequences that must not be completed.
+        grammar: source of the grammar that the output must follow.
+        num_grammar_tokens: how many of the prompt's last tokens that grammar has read already.
     """
 
     temperature: float
@@ -57,17 +61,19 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[list[int]] = []
+    grammar: str | None = None
+    num_grammar_tokens: int = 0
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a token can be sampled while the one before it is still on its way to the host.
 
-        Penalties and bad words look at it; top-p alone may find only once it is there that its set was
-        larger than the candidates.
+        Penalties, bad words and grammars look at it; top-p alone may find only once it is there that its
+        set was larger than the candidates.
         """
         penalised = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         top_p_alone = self.temperature > 0.0 and self.top_p < 1.0 and self.top_k == 0
-        return not (penalised or self.bad_words or top_p_alone)
+        return not (penalised or self.bad_words or top_p_alone or self.grammar is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +109,8 @@ class SamplingParams:
         logit_bias: added to the logits of token ids, [-100, 100].
         allowed_token_ids: only these may be sampled.
         bad_words: words that must not be generated.
-        structured_outputs: not supported yet, refused.
+        structured_outputs: the form that the answer must have, as :class:`StructuredOutputsParams` or a
+            dict of the same names; the answer ends where nothing more is allowed.
         priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
@@ -137,7 +144,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     priority: int = 0
     cache_salt: str | None = None
     detokenize: bool = True
@@ -178,10 +185,12 @@ class SamplingParams:
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidRequestError("cache_salt must be a non-empty string", "cache_salt")
         if self.structured_outputs is not None:
-            raise InvalidRequestError(
-                "structured_outputs is not supported yet; leave it out and check the answer instead",
-                "structured_outputs",
-            )
+            object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
+            if self.allowed_token_ids is not None:
+                raise InvalidRequestError(
+                    "allowed_token_ids cannot be combined with structured_outputs; leave it out",
+                    "allowed_token_ids",
+                )
 
     def _check_stops(self) -> None:
         if self.stop is not None and not isinstance(self.stop, str):

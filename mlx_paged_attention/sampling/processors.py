@@ -11,12 +11,16 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged_attention.sampling.grammar import GrammarMasks
 from mlx_paged_attention.sampling.row import IntArray, SamplingRow
 
 Array = npt.NDArray[Any]
+_Updates = list[tuple[Array, ...]]
 
 
-def process_logits(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def process_logits(
+    logits: mx.array, rows: Sequence[SamplingRow], masks: GrammarMasks | None = None
+) -> mx.array:
     """Apply, in this order: logit bias, repetition / frequency / presence penalties, masks.
 
     The repetition penalty divides positive logits and multiplies negative ones
@@ -25,19 +29,26 @@ def process_logits(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
     Masked tokens get exactly -inf. Masks never leave a row empty: if ``bad_words`` and ``min_tokens``
     together forbid every token that is allowed, the row's allowed tokens (without
-    ``allowed_token_ids``, all of them) win.
+    ``allowed_token_ids``, all of them) win. A grammar's mask comes last, and has these bans in it.
 
     Args:
         logits: ``[rows, vocab]``, any floating-point type; not changed.
         rows: one per row of ``logits``.
+        masks: of the rows that have a grammar.
 
     Returns:
         ``[rows, vocab]``: float32, or ``logits`` themselves when no row asks for anything.
     """
     vocab = logits.shape[1]
     bias, penalties, allowed, banned = _collect(rows, vocab)
-    if not (bias or penalties or allowed or banned):
-        return logits
+    if bias or penalties or allowed or banned:
+        logits = _updated(logits, bias, penalties, allowed, banned)
+    return logits if masks is None else masks.apply(logits)
+
+
+def _updated(
+    logits: mx.array, bias: _Updates, penalties: _Updates, allowed: _Updates, banned: _Updates
+) -> mx.array:
     flat = logits.astype(mx.float32).reshape(-1)
     if bias:
         where, values = _joined(bias)
@@ -59,9 +70,6 @@ def process_logits(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     return flat.reshape(logits.shape)
 
 
-_Updates = list[tuple[Array, ...]]
-
-
 def _collect(rows: Sequence[SamplingRow], vocab: int) -> tuple[_Updates, _Updates, _Updates, _Updates]:
     """Flat positions and values of every update, one tuple of arrays per row and kind."""
     bias: _Updates = []
@@ -80,7 +88,7 @@ def _collect(rows: Sequence[SamplingRow], vocab: int) -> tuple[_Updates, _Update
                 penalties.append((start + ids, repetition, subtracted.astype(np.float32)))
         if row.allowed_ids is not None:
             allowed.append((start + row.allowed_ids, np.array([index], np.int32)))
-        if forbidden := row.banned_ids():
+        if row.grammar is None and (forbidden := row.banned_ids()):
             ids_banned = np.unique(np.array(forbidden, np.int32))
             if not _all_banned(row.allowed_ids, ids_banned, vocab):
                 banned.append((start + ids_banned,))

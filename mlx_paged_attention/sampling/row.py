@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLMatcher
 
+from mlx_paged_attention.sampling.grammar import RowGrammar
 from mlx_paged_attention.sampling.params import RowSampling
 
 # Below this a temperature is greedy: dividing by it leaves the sampling distribution to rounding.
@@ -22,14 +24,22 @@ class SamplingRow:
         token_ids: every token known: the prompt and, after a preemption, the output.
         num_prompt_tokens: how many of them are prompt; the rest counts as output.
         sampling: how the row's logits become tokens.
+        matcher: at the start of ``sampling.grammar``, if there is one.
 
     Attributes:
         output_token_ids: the output so far.
         num_outputs: tokens sampled, one that is on its way included: the index of the next random number.
         penalized: the tokens that penalties look at, or ``None`` when the row has no penalty.
+        grammar: where the output stands in its grammar, or ``None``.
     """
 
-    def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int, sampling: RowSampling) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: RowSampling,
+        matcher: LLMatcher | None = None,
+    ) -> None:
         assert 0 <= num_prompt_tokens <= len(token_ids), (num_prompt_tokens, len(token_ids))
         self.sampling = sampling
         self.output_token_ids = list(token_ids[num_prompt_tokens:])
@@ -45,6 +55,11 @@ class SamplingRow:
         self.allowed_ids = (
             None if sampling.allowed_token_ids is None else np.unique(_ids(sampling.allowed_token_ids))
         )
+        assert (matcher is None) == (sampling.grammar is None), sampling.grammar
+        self.grammar: RowGrammar | None = None
+        if matcher is not None:
+            read = token_ids[num_prompt_tokens - sampling.num_grammar_tokens :]
+            self.grammar = RowGrammar(matcher, read, sampling.stop_ids)
 
     @property
     def greedy(self) -> bool:
@@ -61,6 +76,8 @@ class SamplingRow:
         self.num_outputs = max(self.num_outputs, len(self.output_token_ids))
         if self.penalized is not None:
             self.penalized.add(token_id)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
 
     def banned_ids(self) -> list[int]:
         """Ids that must not come next: stops before ``min_tokens``, and last tokens of bad words.

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged_attention.sampling import draw
+from mlx_paged_attention.sampling.grammar import GrammarMasks
 from mlx_paged_attention.sampling.logprobs import TokenScores
 from mlx_paged_attention.sampling.processors import process_logits
 from mlx_paged_attention.sampling.random import uniform
@@ -37,7 +38,9 @@ class SampledRow:
     finite: bool
 
 
-def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
+def launch(
+    logits: mx.array, rows: Sequence[SamplingRow], masks: GrammarMasks | None = None
+) -> "PendingSample":
     """Build the graph that samples one token per row, without waiting for it.
 
     Logits pass bias, penalties and masks (see :func:`process_logits`), then temperature, min-p, top-k
@@ -53,10 +56,11 @@ def launch(logits: mx.array, rows: Sequence[SamplingRow]) -> "PendingSample":
     Args:
         logits: ``[rows, vocab]``, any floating-point type; not changed.
         rows: at least one, one per row of ``logits``.
+        masks: of the rows that have a grammar.
     """
     assert rows, "nothing to sample"
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    return PendingSample(logits, rows)
+    return PendingSample(logits, rows, masks)
 
 
 class PendingSample:
@@ -67,9 +71,11 @@ class PendingSample:
             only in :meth:`read` if its set turns out to be larger than the candidates.
     """
 
-    def __init__(self, logits: mx.array, rows: Sequence[SamplingRow]) -> None:
+    def __init__(
+        self, logits: mx.array, rows: Sequence[SamplingRow], masks: GrammarMasks | None = None
+    ) -> None:
         self._sampling = [row.sampling for row in rows]
-        self._logits = process_logits(logits, rows)
+        self._logits = process_logits(logits, rows, masks)
         self._numbers = uniform([row.sampling.seed for row in rows], [row.num_outputs for row in rows])
         by_method: dict[Method, list[int]] = {}
         for index, row in enumerate(rows):

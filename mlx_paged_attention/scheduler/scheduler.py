@@ -260,6 +260,8 @@ class Scheduler:
                     request.append_token(token_id)
                     accepted.append(token_id)
                     stop = check_stop(request, self.max_model_len)
+                    if row_output.complete and (stop is None or stop[0] is RequestStatus.FINISHED_LENGTH):
+                        stop = RequestStatus.FINISHED_STOPPED, None
                     if stop is not None:
                         self._finish(request, *stop)
                         break

@@ -116,6 +116,7 @@ class RowOutput(msgspec.Struct, frozen=True):
         prompt_logprobs: entries for the prompt positions ``start + 1`` ... that this step's
             logits score, or ``None`` if not asked for.
         failure: why this row, and none but it, could not be sampled; ``None`` if it could.
+        complete: nothing may follow: its grammar allows no more.
     """
 
     request_id: str
@@ -123,6 +124,7 @@ class RowOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     failure: str | None = None
+    complete: bool = False
 
 
 class StepOutput(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from mlx_paged_attention.text.chat_template import ChatTemplate
 from mlx_paged_attention.text.continuation import render_unfinished
 from mlx_paged_attention.text.detokenizer import REPLACEMENT, Detokenizer
 from mlx_paged_attention.text.gguf_vocabulary import gguf_adds_bos, gguf_value, tokenizer_from_gguf
+from mlx_paged_attention.text.grammar import Grammars
 from mlx_paged_attention.text.messages import map_strings, normalize_messages
 from mlx_paged_attention.text.tokenizer_files import TokenizerFiles
 
@@ -28,6 +29,7 @@ class Tokenizer:
         chat_template: the model's, or ``None``.
         bos_token_id: beginning of sequence, or ``None``.
         eos_token_ids: every id that ends an answer, the tokenizer's own first.
+        grammars: what restricts answers to a form.
         special_ids: control tokens: left out of decoded text, never read from a user's message.
         vocab_size: number of ids, added tokens included. A model may have more rows than that.
     """
@@ -44,6 +46,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.chat_template = chat_template
+        self.grammars = Grammars(backend, self.eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}

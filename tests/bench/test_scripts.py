@@ -99,3 +99,13 @@ def test_arrivals_are_timed_for_every_contestant(script, tiny_model, tmp_path, c
     assert len(rows) == 4
     assert all(row.count(" to ") == 5 for row in rows)
     assert (tmp_path / "arrivals.png").exists()
+
+
+def test_the_cost_of_grammars_is_a_table(script, tmp_path, capsys):
+    from tiny_text_model import write_tiny_text_model
+
+    script("structured_outputs", "--model", write_tiny_text_model(tmp_path), "--rows", 1, 3, "--steps", 3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 ", "| 3 "))]
+    assert len(lines) == 2
+    for line in lines:
+        assert all(float(cell) > 0 for cell in line.split("|")[2:5])

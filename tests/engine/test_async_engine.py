@@ -56,7 +56,7 @@ def start(monkeypatch, tmp_path):
     """Starts engines on fake runners; closes them at the end."""
     engines = []
 
-    def load(config, source, progress):
+    def load(config, source, progress, grammars):
         progress(f"loading {source.name}")
         info = make_info(model=source.name)
         return loading.LoadedEngine(info, Runner(info), "fingerprint")

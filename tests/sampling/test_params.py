@@ -74,7 +74,17 @@ def test_a_number_within_range_is_kept(name, value):
         ("ignore_eos", "yes"),
         ("priority", 2**31),
         ("cache_salt", ""),
-        ("structured_outputs", {"json": {}}),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"json": [], "regex": "a"}),
+        ("structured_outputs", {"json": "["}),
+        ("structured_outputs", {"json": "[]"}),
+        ("structured_outputs", {"json": 5}),
+        ("structured_outputs", {"json_object": False}),
+        ("structured_outputs", {"regex": 5}),
+        ("structured_outputs", {"choice": "yes"}),
+        ("structured_outputs", {"choice": ["yes", ""]}),
+        ("structured_outputs", {"xml": "a"}),
+        ("structured_outputs", "json"),
     ],
 )
 def test_any_other_bad_value_is_refused_by_name(name, value):

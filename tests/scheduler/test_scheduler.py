@@ -118,6 +118,17 @@ def test_tokens_after_the_stopping_one_are_dropped(
     assert (scheduler.manager.num_free_blocks == 9999) == (reason is not None)
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_tokens": 9}, {"max_tokens": 1}, {"max_tokens": 9, "min_tokens": 5}]
+)
+def test_a_complete_form_stops_whatever_else_would_hold(options: dict[str, int]) -> None:
+    scheduler = make_scheduler()
+    (request,) = add(scheduler, [16], **options)
+    plan = scheduler.schedule()
+    scheduler.update(plan, StepOutput(plan.step, [RowOutput(request.request_id, [10], complete=True)]))
+    assert (request.output_token_ids, request.finish_reason, request.stop_reason) == ([10], "stop", None)
+
+
 def test_end_of_sequence_before_min_tokens_does_not_stop() -> None:
     """Vector S6."""
     scheduler = make_scheduler()

@@ -57,6 +57,8 @@ def test_the_package_text_imports_neither_mlx_nor_transformers_nor_layers_above(
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.split(".")[0] not in ("mlx", "mlx_lm", "transformers"), (file.name, name)
+                if name == "mlx_paged_attention.sampling.structured_outputs":
+                    continue  # a value that every layer may use; it imports errors alone
                 if name.startswith("mlx_paged_attention"):
                     assert name.split(".")[1] in ("text", "errors"), (file.name, name)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mlx_paged_attention.api.server.formats import GUIDED, requested_format
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import MAX_LOGPROBS, UNUSED_BY_BEAMS, SamplingParams
 from mlx_paged_attention.text.nesting import MAX_DEPTH, is_nested_too_deeply
@@ -30,7 +31,6 @@ _NO_BUDGET = (
     "reasoning cannot be cut short yet; limit the whole answer with max_tokens, or turn reasoning off with "
     "chat_template_kwargs {'enable_thinking': false}, where the model's template knows that"
 )
-_NO_FORMAT = "forced formats are not supported yet; ask for the format in the prompt and check the answer"
 
 # Field: why it is refused and what to do, and the values that ask for nothing and so pass.
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -41,12 +41,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "thinking_budget": (_NO_BUDGET, ()),
     "thinking_token_budget": (_NO_BUDGET, ()),
     "max_reasoning_tokens": (_NO_BUDGET, ()),
-    "response_format": (_NO_FORMAT, ({"type": "text"},)),
-    "structured_outputs": (_NO_FORMAT, ()),
-    "guided_json": (_NO_FORMAT, ()),
-    "guided_regex": (_NO_FORMAT, ()),
-    "guided_choice": (_NO_FORMAT, ()),
-    "guided_grammar": (_NO_FORMAT, ()),
     "suffix": ("text cannot be inserted between a prompt and a suffix; put both into the prompt", ("",)),
     "audio": ("only text is generated; leave it out", ()),
     "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
@@ -102,6 +96,12 @@ class GenerationRequest(BaseModel):
     bad_words: list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +149,8 @@ class GenerationRequest(BaseModel):
             InvalidRequestError: a value is out of range.
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        formats = ("structured_outputs", "response_format", *GUIDED)
+        given["structured_outputs"] = requested_format({name: getattr(self, name) for name in formats})
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # what the model's makers advise is for drawing tokens
             defaults = {name: value for name, value in defaults.items() if name not in UNUSED_BY_BEAMS}
