@@ -247,7 +247,7 @@ class Engine:
             return
         if built_on is None:
             self._failed_steps = 0
-            self._scheduler.limit.step_ended()
+            self._scheduler.limit.step_ended(plan)
         planned = {row.request_id: row for row in plan.rows}
         rows = {row.request_id: row for row in output.rows}
         touched: dict[str, RequestGroup] = {}
@@ -300,7 +300,7 @@ class Engine:
             self._live.end(sequence, request.finish_reason, request.stop_reason)
 
     def _fail(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> None:
-        hopeless = counts and plan.num_tokens == 1 and self._scheduler.limit.exhausted
+        hopeless = counts and self._scheduler.limit.is_hopeless(plan)
         if isinstance(error, MemoryError) and not hopeless:
             self._retract(plan, error, counts=counts)
             return
@@ -319,7 +319,7 @@ class Engine:
         """A step found no memory: its requests start again, in smaller steps."""
         preempted = self._scheduler.retract_step(plan)
         if counts:
-            tokens = self._scheduler.limit.lower(plan.num_tokens)
+            tokens = self._scheduler.limit.lower(plan)
             logger.warning(
                 "no memory for a step of %d tokens (%s): %d requests start again, %d tokens at a time",
                 plan.num_tokens,

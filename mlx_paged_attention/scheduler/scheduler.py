@@ -442,6 +442,7 @@ class Scheduler:
     def _finish(self, request: Request, status: RequestStatus, stop_reason: str | int | None = None) -> None:
         """Takes the request out of the books and its blocks back."""
         del self._requests[request.request_id]
+        self.limit.forget(request.request_id)
         complete = status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
         if complete and request.status is RequestStatus.RUNNING:
             self.manager.publish_rest(request)
