@@ -176,6 +176,7 @@ class AsyncEngine:
 
         Raises:
             EngineBusyError: requests are being served.
+            PoolMemoryError: there is no memory for a smaller pool beside this one; it stays as it is.
         """
         self._ask(lambda: self._change_size(self._engine.sleep))
 

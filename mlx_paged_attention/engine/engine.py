@@ -355,6 +355,7 @@ class Engine:
 
         Raises:
             EngineBusyError: requests are being served.
+            PoolMemoryError: there is no memory for a smaller pool beside this one; it stays as it is.
         """
         if self.has_work:
             count = len(self._live)
@@ -386,7 +387,10 @@ class Engine:
         if num_blocks is not None:
             while self._in_flight:
                 self._land()
-            self._resize(num_blocks)
+            try:
+                self._resize(num_blocks)
+            except PoolMemoryError as error:
+                logger.warning("memory that nobody uses is kept a while longer: %s", str(error))
 
     def idle_seconds(self) -> float | None:
         """How long to wait at most before :meth:`give_back`; ``None`` if there is nothing to give."""
@@ -397,8 +401,9 @@ class Engine:
         try:
             self._runner.launch(plan).read()
         except PoolMemoryError as error:
-            self._pool.refused(str(error), time.monotonic())
-            self._scheduler.resize(self._pool.num_blocks)
+            if plan.num_blocks > self._pool.num_blocks:
+                self._pool.refused(str(error), time.monotonic())
+            self._scheduler.withdraw_resize(plan, self._pool.num_blocks)
             raise
         self._pool.changed(plan.num_blocks)
 

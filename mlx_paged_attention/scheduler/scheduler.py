@@ -326,6 +326,14 @@ class Scheduler:
         released = self._queues.take_released()
         return StepPlan(self.num_steps, [], [], released, num_blocks=self.manager.num_blocks)
 
+    def withdraw_resize(self, plan: StepPlan, num_blocks: int) -> None:
+        """Takes back a plan of :meth:`resize` for which there is no memory.
+
+        Args:
+            num_blocks: as many as the runner has.
+        """
+        self._queues.released = plan.released + self.resize(num_blocks).released
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets every published block.
 

@@ -51,6 +51,20 @@ def refusing(engine, least):
     engine.runner.launch = launch_if_it_fits
 
 
+def not_shrinking(engine, refuse):
+    """While ``refuse`` says so there is no memory for a smaller pool; the plans that wanted one."""
+    launch, refused = engine.runner.launch, []
+
+    def launch_if_it_does_not_shrink(plan):
+        if refuse[0] and 0 < plan.num_blocks < engine.runner.fake.num_blocks:
+            refused.append(plan)
+            raise PoolMemoryError("no memory to shrink")
+        return launch(plan)
+
+    engine.runner.launch = launch_if_it_does_not_shrink
+    return refused
+
+
 # ---- growing
 
 
@@ -240,7 +254,74 @@ def test_what_is_neither_bytes_nor_a_fraction_is_refused(value):
         ScriptedEngine(config={"kv_memory": value})
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_pool_that_finds_no_memory_to_shrink_stays_and_is_asked_again_a_window_later(clock, runs_ahead):
+    engine = elastic(config={"kv_idle_seconds": 60.0})
+    engine.runner.runs_ahead = runs_ahead
+    for name in "abcd":
+        engine.add(name, [ord(name)] * 20, max_tokens=30)
+    engine.run()
+    engine.add("stays", [1] * 20, max_tokens=70, ignore_eos=True)
+    engine.step(3)
+    engine.add("gone", [2] * 3, max_tokens=1)
+    engine.step(3)
+    before = engine.engine.stats()
+    refuse = [True]
+    refused = not_shrinking(engine, refuse)
+    clock[0] = 60
+    engine.step(3)
+    assert len(refused) == 1
+    stats = engine.engine.stats()
+    assert engine.engine._cache.num_blocks == engine.engine._pool.num_blocks == engine.runner.fake.num_blocks
+    assert (stats.pool_bytes, stats.pool_shrinks, stats.pool_growths_refused) == (before.pool_bytes, 0, 0)
+    clock[0] = 119
+    engine.step(3)
+    assert len(refused) == 1
+    refuse[0] = False
+    clock[0] = 120
+    engine.step(3)
+    assert engine.engine.stats().pool_shrinks == 1
+    engine.run()
+    assert engine.last("stays").outputs[0].finish_reason == "length"
+
+
+def test_who_is_released_with_a_change_of_size_that_fails_is_released_later():
+    engine = elastic()
+    engine.add("a", [1] * 20, max_tokens=3)
+    engine.run()
+    refuse = [True]
+    refused = not_shrinking(engine, refuse)
+    with pytest.raises(PoolMemoryError, match="no memory to shrink"):
+        engine.engine._resize(2)
+    assert refused[0].released == ["a"]
+    engine.add("b", [2] * 20, max_tokens=3)
+    engine.step()
+    assert engine.runner.plans[-1].released == ["a"]
+    engine.run()
+
+
 # ---- sleep
+
+
+def test_who_sends_it_to_sleep_without_memory_is_told_so_and_it_serves_on():
+    engine = elastic()
+    engine.add("a", [1] * 20, max_tokens=30)
+    engine.run()
+    before = engine.engine.stats().pool_bytes
+    refuse = [True]
+    not_shrinking(engine, refuse)
+    with pytest.raises(PoolMemoryError, match="no memory to shrink"):
+        engine.engine.sleep()
+    engine.engine._cache.check()
+    assert not engine.engine.is_sleeping
+    assert engine.engine.stats().pool_bytes == before
+    assert engine.engine._cache.num_blocks == engine.engine._pool.num_blocks
+    engine.add("b", [1] * 20, max_tokens=30)
+    engine.run()
+    assert engine.last("b").outputs == engine.last("a").outputs
+    refuse[0] = False
+    engine.engine.sleep()
+    assert engine.engine.stats().pool_bytes == BYTES_PER_BLOCK
 
 
 @pytest.mark.parametrize("start", [0, 9])
