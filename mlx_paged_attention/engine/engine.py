@@ -199,12 +199,7 @@ class Engine:
         if plan.rows:
             self._launch(plan)
         elif not self._in_flight:
-            if self._pool.num_refusals and self._cache.num_blocks < self.info.num_blocks:
-                self._without_memory()
-            else:
-                # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
-                count = len(self._live.sequences)
-                raise RuntimeError(f"nothing can be scheduled for {count} live requests")
+            self._grow_or_refuse()
         if self._in_flight and not (ahead and plan.rows and len(self._in_flight) == 1):
             self._land()
 
@@ -407,11 +402,24 @@ class Engine:
             raise
         self._pool.changed(plan.num_blocks)
 
-    def _without_memory(self) -> None:
-        """The first waiting request does not fit into the pool, even alone, and the pool cannot grow."""
-        request = self._scheduler.waiting.peek()
-        group, _ = self._live.of(request.request_id)
-        self._drop(group, self._pool.refusal, None)
+    def _grow_or_refuse(self) -> None:
+        """The first waiting request does not fit into the pool as it is, even alone.
+
+        There may be memory by now for the pool to grow; if not, the request fails.
+
+        Raises:
+            RuntimeError: that is not why nothing can be scheduled.
+        """
+        self._scheduler.allow_growth()
+        plan = self._scheduler.schedule()
+        if not plan.rows:
+            # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
+            raise RuntimeError(f"nothing can be scheduled for {len(self._live.sequences)} live requests")
+        refusals = self._pool.num_refusals
+        self._launch(plan)
+        if self._pool.num_refusals > refusals:  # and whoever was planned waits again
+            group, _ = self._live.of(self._scheduler.waiting.peek().request_id)
+            self._drop(group, self._pool.refusal, None)
 
     # ---- looking in
 

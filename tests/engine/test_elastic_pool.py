@@ -22,6 +22,7 @@ from mlx_paged_attention.errors import (
 )
 from mlx_paged_attention.runner import kv_pool
 from mlx_paged_attention.runner.memory import DeviceMemory
+from mlx_paged_attention.scheduler.step_plan import StepPlan
 
 BLOCKS = 65
 BYTES_PER_BLOCK = 4 * 8
@@ -182,6 +183,35 @@ def test_who_does_not_fit_alone_is_told_that_memory_is_missing_and_others_are_se
     assert isinstance(error, RequestFailedError)
     assert "no memory for " in str(error)
     assert engine.last("short").outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_nobody_is_refused_for_a_want_of_memory_that_is_over(clock, runs_ahead):
+    engine, most = elastic(), [9]
+    engine.runner.runs_ahead = runs_ahead
+    refusing(engine, most)
+    engine.add("short", [5] * 20, max_tokens=8, ignore_eos=True)
+    engine.add("long", [6] * 40, max_tokens=8, ignore_eos=True)
+    engine.step(3)
+    assert engine.engine.stats().pool_growths_refused == 1
+    most[0] = BLOCKS  # and no time passes
+    engine.run()
+    assert engine.last("short").outputs[0].finish_reason == "length"
+    assert engine.last("long").outputs[0].finish_reason == "length"
+
+
+def test_an_engine_that_can_schedule_nothing_says_so_though_it_was_refused_memory_before(clock):
+    engine, most = elastic(), [9]
+    refusing(engine, most)
+    engine.add("a", [1] * 20, max_tokens=30, ignore_eos=True)
+    engine.add("b", [2] * 20, max_tokens=30, ignore_eos=True)
+    engine.step(12)
+    assert engine.engine.stats().pool_growths_refused >= 1
+    engine.engine._scheduler.schedule = lambda **_: StepPlan(0, [], [], [])
+    for request_id in "ab":
+        engine.engine._scheduler.abort([request_id])  # behind the engine's back
+    with pytest.raises(RuntimeError, match="nothing can be scheduled"):
+        engine.step()
 
 
 # ---- what nobody uses
