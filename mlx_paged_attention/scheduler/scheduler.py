@@ -433,7 +433,7 @@ class Scheduler:
         if not self._prefill.enabled or not self.waiting or len(self.running) >= self._seats:
             return 0
         first = self.waiting.peek()
-        free = self.manager.num_free_blocks - sum(map(self.manager.num_missing_blocks, self.running))
+        free = self.manager.pool.num_free - sum(map(self.manager.num_missing_blocks, self.running))
         if self.manager.num_missing_blocks(first) > free:
             return 0
         share = budget // WAITING_SHARE
