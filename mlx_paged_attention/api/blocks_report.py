@@ -49,8 +49,9 @@ def _counts(view: BlocksView) -> list[str]:
     free = stats.free_blocks - stats.cached_blocks
     return [
         _printable(view.model),
-        f"memory    {_share(stats.used_blocks, usable)} used: {size(stats.pool_bytes)} in "
-        f"{counted(usable, 'block')} of {counted(stats.block_size, 'token')}",
+        f"memory    {_share(stats.used_blocks, usable)} of {counted(usable, 'block')} of "
+        f"{counted(stats.block_size, 'token')} used; {size(stats.pool_bytes)} of "
+        f"{size(stats.pool_budget_bytes)} taken",
         f"blocks    {stats.used_blocks:,} used, {stats.cached_blocks:,} cached, {free:,} free",
         f"sharing   {counted(view.shared_blocks, 'block')} shared, which saves {view.saved_blocks:,}; "
         f"{view.copies:,} copied on write",

@@ -155,6 +155,7 @@ class LLM:
         Raises:
             InvalidRequestError: another level.
             EngineBusyError: requests are being served.
+            PoolMemoryError: there is no memory for a smaller pool beside this one; it stays as it is.
         """
         check_sleep_level(level)
         self._engine.sleep()

@@ -180,6 +180,7 @@ class AsyncEngine:
 
         Raises:
             EngineBusyError: requests are being served.
+            PoolMemoryError: there is no memory for a smaller pool beside this one; it stays as it is.
         """
         self._ask(lambda: self._change_size(self._engine.sleep))
 
@@ -245,6 +246,10 @@ class AsyncEngine:
         # Closed before the last commands run: they find no request in books that may no longer agree.
         engine.close(dead)
         self._drain()  # nothing more can be sent; what was is answered
+        with self._lock:
+            left = list(self._open)
+        for outlet in left:  # of requests that were in no books: what queued them raised
+            outlet(dead)
         self._stats = engine.stats()
 
     def _serve(self, engine: Engine) -> None:

@@ -203,12 +203,7 @@ class Engine:
         if plan.rows:
             self._launch(plan)
         elif not self._in_flight:
-            if self._pool.num_refusals and self._cache.num_blocks < self.info.num_blocks:
-                self._without_memory()
-            else:
-                # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
-                count = len(self._live.sequences)
-                raise RuntimeError(f"nothing can be scheduled for {count} live requests")
+            self._grow_or_refuse()
         if self._in_flight and not (ahead and plan.rows and len(self._in_flight) == 1):
             self._land()
 
@@ -251,7 +246,7 @@ class Engine:
             return
         if built_on is None:
             self._failed_steps = 0
-            self._scheduler.limit.step_ended()
+            self._scheduler.limit.step_ended(plan)
         planned = {row.request_id: row for row in plan.rows}
         rows = {row.request_id: row for row in output.rows}
         touched: dict[str, RequestGroup] = {}
@@ -304,7 +299,7 @@ class Engine:
             self._live.end(sequence, request.finish_reason, request.stop_reason)
 
     def _fail(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> None:
-        hopeless = counts and plan.num_tokens == 1 and self._scheduler.limit.exhausted
+        hopeless = counts and self._scheduler.limit.is_hopeless(plan)
         if isinstance(error, MemoryError) and not hopeless:
             self._retract(plan, error, counts=counts)
             return
@@ -323,7 +318,7 @@ class Engine:
         """A step found no memory: its requests start again, in smaller steps."""
         preempted = self._scheduler.retract_step(plan)
         if counts:
-            tokens = self._scheduler.limit.lower(plan.num_tokens)
+            tokens = self._scheduler.limit.lower(plan)
             logger.warning(
                 "no memory for a step of %d tokens (%s): %d requests start again, %d tokens at a time",
                 plan.num_tokens,
@@ -359,6 +354,7 @@ class Engine:
 
         Raises:
             EngineBusyError: requests are being served.
+            PoolMemoryError: there is no memory for a smaller pool beside this one; it stays as it is.
         """
         if self.has_work:
             count = len(self._live)
@@ -390,7 +386,10 @@ class Engine:
         if num_blocks is not None:
             while self._in_flight:
                 self._land()
-            self._resize(num_blocks)
+            try:
+                self._resize(num_blocks)
+            except PoolMemoryError as error:
+                logger.warning("memory that nobody uses is kept a while longer: %s", str(error))
 
     def idle_seconds(self) -> float | None:
         """How long to wait at most before :meth:`give_back`; ``None`` if there is nothing to give."""
@@ -401,16 +400,30 @@ class Engine:
         try:
             self._runner.launch(plan).read()
         except PoolMemoryError as error:
-            self._pool.refused(str(error), time.monotonic())
-            self._scheduler.resize(self._pool.num_blocks)
+            if plan.num_blocks > self._pool.num_blocks:
+                self._pool.refused(str(error), time.monotonic())
+            self._scheduler.withdraw_resize(plan, self._pool.num_blocks)
             raise
         self._pool.changed(plan.num_blocks)
 
-    def _without_memory(self) -> None:
-        """The first waiting request does not fit into the pool, even alone, and the pool cannot grow."""
-        request = self._scheduler.waiting.peek()
-        group, _ = self._live.of(request.request_id)
-        self._drop(group, self._pool.refusal, None)
+    def _grow_or_refuse(self) -> None:
+        """The first waiting request does not fit into the pool as it is, even alone.
+
+        There may be memory by now for the pool to grow; if not, the request fails.
+
+        Raises:
+            RuntimeError: that is not why nothing can be scheduled.
+        """
+        self._scheduler.allow_growth()
+        plan = self._scheduler.schedule()
+        if not plan.rows:
+            # Waiting work and nothing to run cannot resolve itself: better a dead engine than a hang.
+            raise RuntimeError(f"nothing can be scheduled for {len(self._live.sequences)} live requests")
+        refusals = self._pool.num_refusals
+        self._launch(plan)
+        if self._pool.num_refusals > refusals:  # and whoever was planned waits again
+            group, _ = self._live.of(self._scheduler.waiting.peek().request_id)
+            self._drop(group, self._pool.refusal, None)
 
     # ---- looking in
 

@@ -76,28 +76,35 @@ class KVPool:
         takes the memory of one layer.
 
         Raises:
-            PoolMemoryError: there is no memory to grow; the pool is as it was.
+            PoolMemoryError: there is no memory for it; the pool is as it was.
         """
         before, self.num_blocks = self.num_blocks, num_blocks
         self.flush()
-        changed: list[list[AttentionLayer]] = []
         try:
             self._require_memory(before)
             for place in self.places:
                 _resize(place, num_blocks)
-                changed.append(place)
         except (RuntimeError, MemoryError) as error:  # MLX's allocators raise the one or the other
-            if num_blocks < before:
-                raise
+            if not self._restore(before):
+                return  # all places have as many as asked for, and some have more, which nobody uses
             self.num_blocks = before
-            for place in changed:
-                with contextlib.suppress(RuntimeError, MemoryError):  # then it has blocks that nobody uses
-                    _resize(place, before)
+            change = "grow" if num_blocks > before else "shrink"
             raise PoolMemoryError(
-                f"the KV pool cannot grow from {before} to {num_blocks} blocks: {error}"
+                f"the KV pool cannot {change} from {before} to {num_blocks} blocks: {error}"
             ) from error
         finally:
             mx.clear_cache()
+
+    def _restore(self, num_blocks: int) -> bool:
+        """Undo a change that failed halfway. Whether all places have that many blocks; some may have more."""
+        restored = True
+        for place in self.places:
+            expected = num_blocks * place[0].spec.bytes_per_block
+            if place[0].nbytes != expected:
+                with contextlib.suppress(RuntimeError, MemoryError):
+                    _resize(place, num_blocks)
+                restored &= place[0].nbytes >= expected
+        return restored
 
     def _require_memory(self, before: int) -> None:
         """Refuse to grow into memory that is not there: systems promise more than they have."""
@@ -196,10 +203,12 @@ def make_pool(
 def _resize(place: Sequence[AttentionLayer], num_blocks: int) -> None:
     """Have so many blocks at one place."""
     first, *twins = place
-    first.resize(num_blocks)
-    for twin in twins:
-        twin.follow(first)
-    mx.clear_cache()  # smaller arrays serve for no larger ones: kept, they would be a second pool
+    try:
+        first.resize(num_blocks)
+    finally:  # one of its two arrays may have been replaced
+        for twin in twins:
+            twin.follow(first)
+        mx.clear_cache()  # smaller arrays serve for no larger ones: kept, they would be a second pool
 
 
 def _places(groups: Sequence[LayerGroup]) -> list[list[int]]:

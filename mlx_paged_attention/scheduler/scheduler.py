@@ -330,6 +330,14 @@ class Scheduler:
         released = self._queues.take_released()
         return StepPlan(self.num_steps, [], [], released, num_blocks=self.manager.num_blocks)
 
+    def withdraw_resize(self, plan: StepPlan, num_blocks: int) -> None:
+        """Takes back a plan of :meth:`resize` for which there is no memory.
+
+        Args:
+            num_blocks: as many as the runner has.
+        """
+        self._queues.released = plan.released + self.resize(num_blocks).released
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets every published block.
 
@@ -429,7 +437,7 @@ class Scheduler:
         if not self._prefill.enabled or not self.waiting or len(self.running) >= self._seats:
             return 0
         first = self.waiting.peek()
-        free = self.manager.num_free_blocks - sum(map(self.manager.num_missing_blocks, self.running))
+        free = self.manager.pool.num_free - sum(map(self.manager.num_missing_blocks, self.running))
         if self.manager.num_missing_blocks(first) > free:
             return 0
         share = budget // WAITING_SHARE
@@ -446,6 +454,7 @@ class Scheduler:
     def _finish(self, request: Request, status: RequestStatus, stop_reason: str | int | None = None) -> None:
         """Takes the request out of the books and its blocks back."""
         del self._requests[request.request_id]
+        self.limit.forget(request.request_id)
         complete = status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
         if complete and request.status is RequestStatus.RUNNING:
             self.manager.publish_rest(request)

@@ -42,6 +42,7 @@ STATS = EngineStats(
     prefix_hits=320,
     pool_bytes=1 << 30,
     steps=1234,
+    pool_budget_bytes=3 << 30,
 )
 VIEW = BlocksView(
     model="org/model",
@@ -75,7 +76,7 @@ def test_a_wide_terminal_shows_counts_a_map_and_every_column() -> None:
     lines = blocks_report(VIEW, 120)
     assert lines[:7] == [
         "org/model",
-        "memory    30.0% used: 1.0 GiB in 100 blocks of 16 tokens",
+        "memory    30.0% of 100 blocks of 16 tokens used; 1.0 GiB of 3.0 GiB taken",
         "blocks    30 used, 20 cached, 50 free",
         "sharing   10 blocks shared, which saves 10; 2 copied on write",
         "waste     2.5%: 12 slots of used blocks empty",
@@ -134,7 +135,8 @@ def test_once_prints_one_snapshot_of_a_server(capsys: Capture, serve: Serve) -> 
         for address in (url, f"{url}/v1", f"{url}/", url.removeprefix("http://")):
             status, out, err = run(capsys, "top", address, "--once")
             assert (status, err) == (0, "")
-            assert out.startswith("fake/bytes\nmemory    0.0% used")
+            memory = "0.0% of 100 blocks of 16 tokens used; 808.0 KiB of 1.6 MiB taken"
+            assert out.startswith(f"fake/bytes\nmemory    {memory}\n")
             assert out.endswith("no requests\n")
 
 

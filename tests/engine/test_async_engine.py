@@ -387,6 +387,27 @@ def test_threads_are_used_again_and_do_not_grow_over_twenty_engines(start):
     assert engine_threads() <= before + 1
 
 
+@pytest.mark.parametrize("command", ["add", "fork"])
+def test_whoever_sent_what_the_engine_died_of_is_told_so(start, monkeypatch, command):
+    def fail(*_, **__):
+        raise OSError("planted")
+
+    engine = start()
+    monkeypatch.setattr(engine._engine, command, fail)
+    answers = queue.SimpleQueue()
+    if command == "fork":
+        engine.fork("r", "s", None, index=0, kind="final", emit=answers.put)
+    else:
+        params = SamplingParams(max_tokens=3)
+        engine.start(engine.prepare("r", PROMPT, params, kind="final", emit=answers.put))
+    error = answers.get(timeout=TIMEOUT)
+    assert isinstance(error, EngineDeadError)
+    assert "planted" in str(error)
+    engine.close()
+    assert answers.empty()
+    assert not engine._open
+
+
 def test_a_thread_that_failed_to_load_is_used_again(start, monkeypatch):
     def load(*_):
         raise ModelLoadError("no")

@@ -22,6 +22,7 @@ from mlx_paged_attention.errors import (
 )
 from mlx_paged_attention.runner import kv_pool
 from mlx_paged_attention.runner.memory import DeviceMemory
+from mlx_paged_attention.scheduler.step_plan import StepPlan
 
 BLOCKS = 65
 BYTES_PER_BLOCK = 4 * 8
@@ -49,6 +50,20 @@ def refusing(engine, least):
         return launch(plan)
 
     engine.runner.launch = launch_if_it_fits
+
+
+def not_shrinking(engine, refuse):
+    """While ``refuse`` says so there is no memory for a smaller pool; the plans that wanted one."""
+    launch, refused = engine.runner.launch, []
+
+    def launch_if_it_does_not_shrink(plan):
+        if refuse[0] and 0 < plan.num_blocks < engine.runner.fake.num_blocks:
+            refused.append(plan)
+            raise PoolMemoryError("no memory to shrink")
+        return launch(plan)
+
+    engine.runner.launch = launch_if_it_does_not_shrink
+    return refused
 
 
 # ---- growing
@@ -170,6 +185,35 @@ def test_who_does_not_fit_alone_is_told_that_memory_is_missing_and_others_are_se
     assert engine.last("short").outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_nobody_is_refused_for_a_want_of_memory_that_is_over(clock, runs_ahead):
+    engine, most = elastic(), [9]
+    engine.runner.runs_ahead = runs_ahead
+    refusing(engine, most)
+    engine.add("short", [5] * 20, max_tokens=8, ignore_eos=True)
+    engine.add("long", [6] * 40, max_tokens=8, ignore_eos=True)
+    engine.step(3)
+    assert engine.engine.stats().pool_growths_refused == 1
+    most[0] = BLOCKS  # and no time passes
+    engine.run()
+    assert engine.last("short").outputs[0].finish_reason == "length"
+    assert engine.last("long").outputs[0].finish_reason == "length"
+
+
+def test_an_engine_that_can_schedule_nothing_says_so_though_it_was_refused_memory_before(clock):
+    engine, most = elastic(), [9]
+    refusing(engine, most)
+    engine.add("a", [1] * 20, max_tokens=30, ignore_eos=True)
+    engine.add("b", [2] * 20, max_tokens=30, ignore_eos=True)
+    engine.step(12)
+    assert engine.engine.stats().pool_growths_refused >= 1
+    engine.engine._scheduler.schedule = lambda **_: StepPlan(0, [], [], [])
+    for request_id in "ab":
+        engine.engine._scheduler.abort([request_id])  # behind the engine's back
+    with pytest.raises(RuntimeError, match="nothing can be scheduled"):
+        engine.step()
+
+
 # ---- what nobody uses
 
 
@@ -240,7 +284,74 @@ def test_what_is_neither_bytes_nor_a_fraction_is_refused(value):
         ScriptedEngine(config={"kv_memory": value})
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_pool_that_finds_no_memory_to_shrink_stays_and_is_asked_again_a_window_later(clock, runs_ahead):
+    engine = elastic(config={"kv_idle_seconds": 60.0})
+    engine.runner.runs_ahead = runs_ahead
+    for name in "abcd":
+        engine.add(name, [ord(name)] * 20, max_tokens=30)
+    engine.run()
+    engine.add("stays", [1] * 20, max_tokens=70, ignore_eos=True)
+    engine.step(3)
+    engine.add("gone", [2] * 3, max_tokens=1)
+    engine.step(3)
+    before = engine.engine.stats()
+    refuse = [True]
+    refused = not_shrinking(engine, refuse)
+    clock[0] = 60
+    engine.step(3)
+    assert len(refused) == 1
+    stats = engine.engine.stats()
+    assert engine.engine._cache.num_blocks == engine.engine._pool.num_blocks == engine.runner.fake.num_blocks
+    assert (stats.pool_bytes, stats.pool_shrinks, stats.pool_growths_refused) == (before.pool_bytes, 0, 0)
+    clock[0] = 119
+    engine.step(3)
+    assert len(refused) == 1
+    refuse[0] = False
+    clock[0] = 120
+    engine.step(3)
+    assert engine.engine.stats().pool_shrinks == 1
+    engine.run()
+    assert engine.last("stays").outputs[0].finish_reason == "length"
+
+
+def test_who_is_released_with_a_change_of_size_that_fails_is_released_later():
+    engine = elastic()
+    engine.add("a", [1] * 20, max_tokens=3)
+    engine.run()
+    refuse = [True]
+    refused = not_shrinking(engine, refuse)
+    with pytest.raises(PoolMemoryError, match="no memory to shrink"):
+        engine.engine._resize(2)
+    assert refused[0].released == ["a"]
+    engine.add("b", [2] * 20, max_tokens=3)
+    engine.step()
+    assert engine.runner.plans[-1].released == ["a"]
+    engine.run()
+
+
 # ---- sleep
+
+
+def test_who_sends_it_to_sleep_without_memory_is_told_so_and_it_serves_on():
+    engine = elastic()
+    engine.add("a", [1] * 20, max_tokens=30)
+    engine.run()
+    before = engine.engine.stats().pool_bytes
+    refuse = [True]
+    not_shrinking(engine, refuse)
+    with pytest.raises(PoolMemoryError, match="no memory to shrink"):
+        engine.engine.sleep()
+    engine.engine._cache.check()
+    assert not engine.engine.is_sleeping
+    assert engine.engine.stats().pool_bytes == before
+    assert engine.engine._cache.num_blocks == engine.engine._pool.num_blocks
+    engine.add("b", [1] * 20, max_tokens=30)
+    engine.run()
+    assert engine.last("b").outputs == engine.last("a").outputs
+    refuse[0] = False
+    engine.engine.sleep()
+    assert engine.engine.stats().pool_bytes == BYTES_PER_BLOCK
 
 
 @pytest.mark.parametrize("start", [0, 9])

@@ -13,12 +13,30 @@ from scripted_engine import ScriptedEngine
 from mlx_paged_attention import LLM
 from mlx_paged_attention.errors import RequestFailedError
 from mlx_paged_attention.scheduler.step_limit import CALM_STEPS, StepLimit
+from mlx_paged_attention.scheduler.step_plan import PlannedRow, StepPlan
 
 NO_MEMORY = "[metal::malloc] Attempting to allocate 8 bytes"
 
 
 def tokens(engine, request_id):
     return engine.last(request_id).outputs[0].token_ids
+
+
+def step_of(num_tokens):
+    return StepPlan(0, [], [PlannedRow("a", [1] * num_tokens, 0, [], 0, True)], [])
+
+
+def without_memory_beyond(engine, request_id, length):
+    """Every step that computes the request beyond so many tokens finds no memory."""
+    launch = engine.runner.launch
+
+    def launch_if_it_fits(plan):
+        ends = {row.request_id: row.start + len(row.token_ids) for row in plan.rows}
+        if ends.get(request_id, 0) > length:
+            engine.runner.failures = [MemoryError(NO_MEMORY)]
+        return launch(plan)
+
+    engine.runner.launch = launch_if_it_fits
 
 
 @pytest.mark.parametrize("when_read", [False, True])
@@ -44,11 +62,11 @@ def test_a_step_without_memory_is_taken_back_and_smaller_ones_follow(ahead, when
 def test_the_limit_is_lifted_again_after_a_while():
     limit = StepLimit(100)
     assert limit.apply(100) == 100
-    assert [limit.lower(80), limit.lower(80), limit.lower(3)] == [40, 20, 1]
+    assert [limit.lower(step_of(80)), limit.lower(step_of(80)), limit.lower(step_of(3))] == [40, 20, 1]
     reached = []
     while limit.tokens is not None:
         for _ in range(CALM_STEPS):
-            limit.step_ended()
+            limit.step_ended(step_of(1))
         reached.append(limit.apply(100))
     assert reached == [2, 4, 8, 16, 32, 64, 100]
 
@@ -81,6 +99,33 @@ def test_only_a_request_that_cannot_run_alone_fails_and_says_why(ahead, when_rea
     engine.runner.failures = []
     engine.run()
     assert tokens(engine, "b") == expected_output([4, 5, 6, 7], 4)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("when_read", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [1, 20, 21, 22, 23, 32])
+def test_a_request_that_finds_no_memory_beyond_a_length_fails_and_others_are_served(
+    length, ahead, when_read, caching
+):
+    engine = ScriptedEngine(config={"enable_prefix_caching": caching})
+    engine.runner.runs_ahead, engine.runner.fails_when_read = ahead, when_read
+    without_memory_beyond(engine, "a", length)
+    engine.add("a", varied_prompt(30, 1), max_tokens=4, ignore_eos=True)  # decodes up to 33
+    engine.add("z", [9, 9], max_tokens=4, ignore_eos=True)
+    engine.run(150)
+    assert "even one token" in str(engine.error("a"))
+    assert tokens(engine, "z") == expected_output([9, 9], 4)
+
+
+def test_a_request_of_the_same_name_as_one_that_failed_has_tries_of_its_own():
+    limit = StepLimit(100)
+    limit.lower(step_of(1))
+    assert limit.is_hopeless(step_of(1))
+    limit.forget("b")
+    assert limit.is_hopeless(step_of(1))
+    limit.forget("a")
+    assert not limit.is_hopeless(step_of(1))
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -16,6 +16,7 @@ from mlx_paged_attention.errors import PoolMemoryError
 from mlx_paged_attention.models.cache_spec import ModelCacheSpec
 from mlx_paged_attention.ops.device import DeviceLayer
 from mlx_paged_attention.ops.host import HostLayer
+from mlx_paged_attention.ops.layer import resized
 from mlx_paged_attention.runner import kv_pool
 from mlx_paged_attention.runner.kv_pool import make_pool
 from mlx_paged_attention.runner.memory import DeviceMemory
@@ -226,6 +227,52 @@ def test_layers_that_had_grown_shrink_again_if_a_later_one_cannot(monkeypatch, e
     assert pool.num_blocks == 6
     assert [layer.k.shape[0] for layer in pool.layers] == [6, 6, 6]
     for now, then in zip(contents(pool, 6), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def failing(monkeypatch, layer, halfway, at_once=None):
+    """The layer finds no memory for so many blocks: for its second plane, or for none."""
+    resize = DeviceLayer.resize
+
+    def fail_halfway(changed, num_blocks):
+        if changed is layer and num_blocks in (halfway, at_once):
+            if num_blocks == halfway:
+                changed.k = resized(changed.k, num_blocks)
+            raise RuntimeError("[malloc] Unable to allocate")
+        resize(changed, num_blocks)
+
+    monkeypatch.setattr(DeviceLayer, "resize", fail_halfway)
+
+
+@pytest.mark.parametrize("size", [3, 9])
+def test_a_change_of_size_that_fails_halfway_is_undone(monkeypatch, size):
+    groups = [LayerGroup(None, (0, 1)), LayerGroup(4, (2, 3))]
+    pool = make_pool(model(spec(), spec(), spec(window=4), spec(window=4)), 6, host=False, groups=groups)
+    filled(pool)
+    for first, twin in pool.places:
+        twin.follow(first)
+    before = contents(pool, 6)
+    failing(monkeypatch, pool.layers[1], size)
+    change = "grow" if size > 6 else "shrink"
+    with pytest.raises(PoolMemoryError, match=f"cannot {change} from 6 to {size} blocks"):
+        pool.resize(size)
+    assert pool.num_blocks == 6
+    for layer in pool.layers:
+        assert (layer.k.shape[0], layer.v.shape[0]) == (6, 6)
+    assert pool.layers[3].k is pool.layers[1].k
+    kept = min(6, size)
+    for now, then in zip(contents(pool, kept), [plane[:kept] for plane in before], strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_a_pool_that_can_neither_shrink_nor_grow_back_has_the_blocks_that_all_layers_have(monkeypatch):
+    pool = make_pool(model(spec(), spec(), spec()), 6, host=False)
+    before = filled(pool)
+    failing(monkeypatch, pool.layers[1], halfway=3, at_once=6)
+    pool.resize(3)
+    assert pool.num_blocks == 3
+    assert all(len(plane) >= 3 for layer in pool.layers for plane in (layer.k, layer.v))
+    for now, then in zip(contents(pool, 3), [plane[:3] for plane in before], strict=True):
         np.testing.assert_array_equal(now, then)
 
 

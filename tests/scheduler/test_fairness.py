@@ -25,9 +25,12 @@ class Loop:
     """
 
     def __init__(self, num_blocks: int = 3000, **options: Any) -> None:
-        states = options.pop("states", None)
         self.manager = make_manager(
-            num_blocks, 16, enable_caching=options.pop("caching", True), states=states
+            num_blocks,
+            16,
+            max_blocks=options.pop("max_blocks", None),
+            enable_caching=options.pop("caching", True),
+            states=options.pop("states", None),
         )
         options = {
             "max_num_seqs": 16,
@@ -153,6 +156,13 @@ def test_nothing_is_kept_for_a_request_that_could_not_be_admitted() -> None:
     loop.add("no blocks", 2000)
     for _ in range(50):
         assert sizes(loop.step()) == {"long": BUDGET}
+    refused = Loop(num_blocks=1900, max_blocks=4000)
+    refused.manager.pool.limit = 1900  # there is no memory to grow
+    refused.add("long", 29_000)
+    refused.step()
+    refused.add("no memory", 2000)
+    for _ in range(50):
+        assert sizes(refused.step()) == {"long": BUDGET}
     seats = Loop(max_num_seqs=1)
     seats.add("long", 5000)
     seats.add("no seat", 10)
