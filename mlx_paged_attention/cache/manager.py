@@ -136,13 +136,6 @@ class KVCacheManager:
                 empty = len(group.blocks) * self.block_size - table.num_slots
                 yield HeldTable(request_id, group.held, empty)
 
-    def blocks_of(self, request_id: str, start: int, end: int) -> list[int]:
-        """The blocks that the request's tokens at positions ``start .. end - 1`` are in, in each group."""
-        first, last = start // self.block_size, -(-end // self.block_size)
-        return [
-            block.block_id for group in self._tables[request_id].groups for block in group.blocks[first:last]
-        ]
-
     def get_computed_blocks(self, request: CachedRequest) -> PrefixHit:
         """The longest published prefix of the request's tokens. Takes nothing."""
         if not self.enable_caching or request.skip_reading_prefix_cache:
@@ -340,10 +333,11 @@ class KVCacheManager:
 
         Where steps are planned before their tokens are known, no later allocation has done that.
         """
-        if self.enable_caching:
+        has_answered = len(request.token_ids) > request.num_prompt_tokens
+        if self.enable_caching and has_answered:  # so that all before its last token has been computed
             table = self._tables[request.request_id]
-            # The last token has been sampled, never computed.
-            num_tokens = min(table.num_slots, len(request.token_ids) - 1)
+            processed = request.num_computed_tokens - request.num_tokens_in_flight
+            num_tokens = min(table.num_slots, processed, len(request.token_ids) - 1)
             self._publisher.publish(request, table, num_tokens // self.block_size)
 
     def free(self, request_id: str) -> None:

@@ -14,15 +14,16 @@ class InFlight:
 
     Attributes:
         requests: of its rows; an id may have been given away again meanwhile.
-        written: the blocks that each row writes into, by request.
         published: what it was to write into published blocks: block id and digest.
+        forks: requests that were given the blocks of one of its rows' requests since it was planned, and that
+            request's id.
         void: requests whose rows in it mean nothing: they were built on a step that raised.
     """
 
     plan: StepPlan
     requests: dict[str, Request]
-    written: dict[str, list[int]]
     published: list[tuple[int, bytes]]
+    forks: list[tuple[Request, str]] = field(default_factory=list)
     void: set[Request] = field(default_factory=set)
 
     def check(self, output: StepOutput) -> None:
@@ -87,9 +88,11 @@ def unpublish_failed(
             doomed[row.request_id] = request
             if row.write_from < row.start + len(row.token_ids):
                 doom(request, row.write_from // size)
-                # It may have got copies since of blocks that forks still share.
-                copied = {source for flight in later for source, _ in flight.plan.copies}
-                garbage.update(copied.intersection(failed.written[row.request_id]))
+    rows = {row.request_id: row for row in failed.plan.rows}
+    for fork, parent_id in failed.forks:  # the parent may have ended, or have got blocks of its own
+        row = rows[parent_id]
+        if fork.status is RequestStatus.RUNNING and row.write_from < row.start + len(row.token_ids):
+            doom(fork, row.write_from // size)
     for flight in later:
         garbage.update(target for source, target in flight.plan.copies if source in garbage | unwritten)
     spreading = True

@@ -1,7 +1,7 @@
 """RequestQueues: which requests run and which wait."""
 
 from mlx_paged_attention.cache.manager import KVCacheManager
-from mlx_paged_attention.scheduler.forks import Forks
+from mlx_paged_attention.scheduler.forks import Fork, Forks
 from mlx_paged_attention.scheduler.queue import Policy, make_waiting_queue
 from mlx_paged_attention.scheduler.request import Request, RequestStatus
 
@@ -42,16 +42,20 @@ class RequestQueues:
         self.running.append(request)
         request.admit(num_cached_tokens)
 
-    def start_forks(self, seats: int) -> None:
+    def start_forks(self, seats: int) -> list[Fork]:
         """Forks whose beginning has been planned get its blocks and run, if no more than ``seats`` do.
 
         They take no seat from a request that waits and would be served before them, but for beams, without
         which others of their search would wait.
+
+        Returns:
+            Those that do.
         """
+        started = []
         for fork in self.forks.ready() if len(self.forks) else ():
             child = fork.child
             if len(self.running) >= seats:
-                return
+                break
             if self.waiting and not (child.is_steered or self._goes_before(child, self.waiting.peek())):
                 continue
             self.forks.discard(child)
@@ -62,6 +66,8 @@ class RequestQueues:
             child.admit(min(fork.num_tokens, child.num_tokens - 1))
             self.running.append(child)
             self._entering.add(child.request_id)
+            started.append(fork)
+        return started
 
     def _goes_before(self, request: Request, other: Request) -> bool:
         if self._policy == "priority":
@@ -93,6 +99,8 @@ class RequestQueues:
 
     def await_choice(self, request: Request) -> None:
         """What was sampled for a steered request is known, and others choose among it."""
+        if request.awaits_choice:  # a step that computed it once more has come back, too
+            return
         request.awaits_choice = True
         if request.status is RequestStatus.PREEMPTED:  # since that step was planned
             self.waiting.remove(request)

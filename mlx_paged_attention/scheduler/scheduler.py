@@ -156,7 +156,7 @@ class Scheduler:
             self.waiting.add(child)
         else:
             self._queues.forks.add(Fork(parent, child, num_tokens))
-            self._queues.start_forks(self._seats)
+            self._start_forks()
 
     def continue_with(self, request: Request, token_id: int) -> None:
         """Gives a steered request its next token, which does not end it: who steers it knows when it ends."""
@@ -202,21 +202,19 @@ class Scheduler:
         assert not ahead or len(self._in_flight) <= 1, "planning ahead of two plans"
         draft = StepDraft(self.manager)
         while True:
-            self._queues.start_forks(self._seats)
+            self._start_forks()
             if not self._schedule_running(draft, ahead):
                 self._schedule_waiting(draft)
             if draft or self._in_flight or not self._queues.make_way():
                 break
         if not draft:
-            self._queues.start_forks(self._seats)
+            self._start_forks()
             return StepPlan(self.num_steps, [], [], [])
         plan = draft.plan(self.num_steps, self._queues)
-        self._queues.start_forks(self._seats)
         self.num_copies += len(plan.copies)
-        self._in_flight[plan.step] = InFlight(
-            plan, draft.requests, draft.written, self.manager.take_published()
-        )
+        self._in_flight[plan.step] = InFlight(plan, draft.requests, self.manager.take_published())
         self.num_steps += 1
+        self._start_forks()
         return plan
 
     def update(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, list[int]]]:
@@ -442,6 +440,12 @@ class Scheduler:
             return 0
         share = budget // WAITING_SHARE
         return share if len(self.waiting) > 1 else min(first.num_tokens, share)
+
+    def _start_forks(self) -> None:
+        for fork in self._queues.start_forks(self._seats):
+            for flight in self._in_flight.values():  # they begin with what these have yet to write
+                if flight.requests.get(fork.parent.request_id) is fork.parent:
+                    flight.forks.append((fork.child, fork.parent.request_id))
 
     # Endings
 

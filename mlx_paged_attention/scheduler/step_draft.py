@@ -30,7 +30,6 @@ class StepDraft:
 
     Attributes:
         budget: tokens that may still be handed out.
-        written: the blocks that each request's row writes into, once it is planned.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -38,7 +37,6 @@ class StepDraft:
         self._manager = manager
         self._shares: dict[str, _Share] = {}
         self._admitted: list[NewRow] = []
-        self.written: dict[str, list[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._shares)
@@ -107,9 +105,6 @@ class StepDraft:
                     sample,
                     *self._manager.states.plan(request.request_id, end),
                 )
-            )
-            self.written[request.request_id] = self._manager.blocks_of(
-                request.request_id, share.write_from, end
             )
             request.num_computed_tokens = end
             request.num_samples_in_flight += sample

@@ -169,7 +169,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def decide(self, request: Request) -> None:
         """What the runner has sampled is what a lone request would say."""
         output = expected_output(request.prompt_token_ids, request.num_output_tokens + 1)
-        self.scheduler.continue_with(request, output[-1])
+        if len(output) == request.max_tokens or request.num_tokens + 1 == MAX_MODEL_LEN:
+            self.scheduler.abort([request.request_id])  # who steers a request knows when it ends
+        else:
+            self.scheduler.continue_with(request, output[-1])
 
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule(ahead=st.booleans())
@@ -177,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, was_empty = self.scheduler, not self.in_flight
         forked = {request.request_id for request in scheduler.running} & scheduler._queues._entering
         before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
-        preemptions = scheduler.num_preemptions
+        preemptions, ran = scheduler.num_preemptions, scheduler.running[:]
         alive = [request for request in self.requests if not request.is_finished]
         waited = any(not r.awaits_choice for r in alive if r.status is not RequestStatus.RUNNING)
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
@@ -191,7 +194,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         assert plan.num_tokens <= scheduler.max_num_batched_tokens
         assert scheduler.num_running <= scheduler.max_num_seqs
-        if scheduler.num_preemptions > preemptions:
+        # Whoever only waits for a choice makes way for others; who else loses blocks does so for want of any.
+        lost = [r for r in ran if r.status is RequestStatus.PREEMPTED and not r.awaits_choice]
+        assert scheduler.num_preemptions >= preemptions + len(lost)
+        if lost:
             assert {new.request_id for new in plan.new} <= forked
         running = {request.request_id: request for request in scheduler.running}
         entering = {new.request_id for new in plan.new}
