@@ -40,9 +40,13 @@ class Forks:
         """Forget a child; whether there was one."""
         return self._forks.pop(child.request_id, None) is not None
 
+    def all(self) -> list[Fork]:
+        """In the order in which they were asked for."""
+        return list(self._forks.values())
+
     def ready(self) -> list[Fork]:
         """Those that can begin now."""
-        return [fork for fork in self._forks.values() if fork.is_ready]
+        return [fork for fork in self.all() if fork.is_ready]
 
     def take_orphans(self, parent: Request) -> list[Fork]:
         """The forks of a request that has ended."""

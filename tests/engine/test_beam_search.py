@@ -184,6 +184,12 @@ def test_what_beam_search_would_ignore_is_refused_by_name(options, named):
     assert caught.value.param == named
 
 
+def test_a_model_with_recurrent_layers_has_no_beam_search_yet():
+    engine = ScriptedEngine(num_states=20)
+    with pytest.raises(InvalidRequestError, match="recurrent layers"):
+        engine.add("r", [1], n=2, use_beam_search=True)
+
+
 def test_a_search_wider_than_the_engine_is_refused():
     engine = ScriptedEngine(max_num_seqs=4)
     with pytest.raises(InvalidRequestError, match="max_num_seqs is 4"):

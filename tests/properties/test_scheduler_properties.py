@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             prompt_logprobs=prompt_logprobs,
-            is_steered=is_steered,
+            is_steered=is_steered and self.manager.can_fork,
         )
         try:
             self.scheduler.add_request(request)
@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             str(len(self.requests)),
             [*parent.token_ids[:shared], *tail],
             max_tokens=max_tokens,
-            is_steered=is_steered,
+            is_steered=is_steered and self.manager.can_fork,
         )
         try:
             self.scheduler.fork(parent, child, shared)
@@ -180,7 +180,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, was_empty = self.scheduler, not self.in_flight
         forked = {request.request_id for request in scheduler.running} & scheduler._queues._entering
         before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
-        preemptions, ran = scheduler.num_preemptions, scheduler.running[:]
+        preempted = {request.request_id: request.num_preemptions for request in self.requests}
+        ran, was_decided = scheduler.running[:], not self.undecided
+        pending = {fork.child.request_id for fork in scheduler._queues.forks.all()}
         alive = [request for request in self.requests if not request.is_finished]
         waited = any(not r.awaits_choice for r in alive if r.status is not RequestStatus.RUNNING)
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
@@ -194,11 +196,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         assert plan.num_tokens <= scheduler.max_num_batched_tokens
         assert scheduler.num_running <= scheduler.max_num_seqs
-        # Whoever only waits for a choice makes way for others; who else loses blocks does so for want of any.
-        lost = [r for r in ran if r.status is RequestStatus.PREEMPTED and not r.awaits_choice]
-        assert scheduler.num_preemptions >= preemptions + len(lost)
-        if lost:
-            assert {new.request_id for new in plan.new} <= forked
+        # Where nothing else can run, whoever waits for a choice makes way for those that wait.
+        if was_decided and any(r.status is RequestStatus.PREEMPTED for r in ran):
+            assert {new.request_id for new in plan.new} <= forked | pending
         running = {request.request_id: request for request in scheduler.running}
         entering = {new.request_id for new in plan.new}
         for row in plan.rows:
@@ -213,9 +213,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert row.token_ids == request.token_ids[row.start : end] != []
                 assert end <= request.num_tokens
-            assert row.start == before.get(row.request_id, row.start)
-            assert (row.request_id in before) != (row.request_id in entering - forked)
-            assert (row.request_id in forked) == (row.request_id in entering and row.request_id in before)
+            if request.num_preemptions == preempted[row.request_id]:
+                assert row.start == before.get(row.request_id, row.start)
+                assert (row.request_id in before) != (row.request_id in entering - forked)
+                assert (row.request_id in forked) == (row.request_id in entering and row.request_id in before)
             assert request.num_computed_tokens == end
             assert row.sample == (end >= request.num_tokens)
             tables, size = self.manager.tables(row.request_id), self.manager.block_size
