@@ -93,6 +93,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.manager.pool.unpublish = noted
         self.requests: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
+        # Runners of models with states read every step before the next is planned.
+        self.most_in_flight = 2 if states is None else 1
         self.idle = 0
 
     @rule(
@@ -174,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.scheduler.continue_with(request, output[-1])
 
-    @precondition(lambda self: len(self.in_flight) < 2)
+    @precondition(lambda self: len(self.in_flight) < self.most_in_flight)
     @rule(ahead=st.booleans())
     def plan(self, ahead: bool) -> None:
         scheduler, was_empty = self.scheduler, not self.in_flight
@@ -184,7 +186,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ran, was_decided = scheduler.running[:], not self.undecided
         pending = {fork.child.request_id for fork in scheduler._queues.forks.all()}
         alive = [request for request in self.requests if not request.is_finished]
-        waited = any(not r.awaits_choice for r in alive if r.status is not RequestStatus.RUNNING)
+        # A fork of what waits for a choice waits for it, too.
+        held = {f.child.request_id for f in scheduler._queues.forks.all() if f.parent.awaits_choice}
+        idle = [r for r in alive if r.status is not RequestStatus.RUNNING and r.request_id not in held]
+        waited = any(not request.awaits_choice for request in idle)
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
         self.evicted.clear()
         self.unpublished.clear()
@@ -276,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.num_blocks == min(num_blocks, pool.limit)
         assert self.runner.run(plan).rows == []
 
-    @precondition(lambda self: self.elastic and len(self.in_flight) < 2)
+    @precondition(lambda self: self.elastic and len(self.in_flight) < self.most_in_flight)
     @rule(ahead=st.booleans())
     def plan_without_memory(self, ahead: bool) -> None:
         """A plan that needs a larger pool than the runner's is taken back; others run."""
