@@ -21,6 +21,7 @@ from mlx_paged_attention.bench.load import Prompts
 from mlx_paged_attention.bench.machine import machine_facts
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.engine import Engine
+from mlx_paged_attention.engine.live_requests import LiveRequests
 from mlx_paged_attention.engine.loading import load_engine
 from mlx_paged_attention.models.source import resolve
 from mlx_paged_attention.runner import model_runner
@@ -50,7 +51,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (Scheduler, "schedule", SCHEDULING),
     (Scheduler, "update", OUTPUT),
     (Engine, "_advance", OUTPUT),
-    (Engine, "_report", OUTPUT),
+    (LiveRequests, "report", OUTPUT),
     (model_runner.ModelRunner, "_admit", BATCH),
     (model_runner.ModelRunner, "_wanted", BATCH),
     (ModelHost, "forward", GRAPH),
