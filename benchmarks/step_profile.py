@@ -117,10 +117,10 @@ def installed(profiler: Profiler) -> Iterator[None]:
                     return
                 yield batch
 
-        def launch_evaluated(logits: mx.array, rows: Any) -> Any:
+        def launch_evaluated(logits: mx.array, *arguments: Any) -> Any:
             with profiler.charge(HEAD):
                 evaluate(logits)
-            pending = launch(logits, rows)
+            pending = launch(logits, *arguments)
             pending.read = profiler.wrap(pending.read, SAMPLING)
             return pending
 
@@ -157,6 +157,8 @@ def profile(engine: Engine, rows: int, context: int, steps: int) -> list[Counter
         for _ in range(steps):
             profiler.seconds.clear()
             engine.step()
+            if failures:
+                raise failures[0]
             samples.append(Counter(profiler.seconds))
     if failures:
         raise failures[0]
