@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from mlx_paged_attention.api.server.answers import Answers
 from mlx_paged_attention.api.server.chunks import (
     AnswerMessage,
     ChatChoice,
@@ -26,21 +25,19 @@ from mlx_paged_attention.api.server.chunks import (
     TopLogprob,
     Usage,
 )
+from mlx_paged_attention.api.server.conversation import Conversation
 from mlx_paged_attention.api.server.protocol import ChatRequest
+from mlx_paged_attention.api.server.respond import DataEvents, respond
 from mlx_paged_attention.api.server.serving import (
     Serving,
-    UsageCounter,
     finite,
     new_id,
     prompt_logprobs_json,
     ranked,
-    respond,
     token_bytes,
     with_owner,
 )
-from mlx_paged_attention.api.server.tools import shown_tools
-from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob
 from mlx_paged_attention.text.answer import (
     Part,
     ReasoningDelta,
@@ -49,8 +46,6 @@ from mlx_paged_attention.text.answer import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from mlx_paged_attention.text.messages import normalize_messages
-from mlx_paged_attention.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -59,81 +54,53 @@ router = APIRouter()
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer the conversation."""
     serving: Serving = request.app.state.serving
-    return await respond(request, body, _ChatChunks(serving, with_owner(body, request)).chunks(), _collect)
+    chunks = _ChatChunks(serving, with_owner(body, request)).chunks()
+    return await respond(request, chunks, _collect, stream=bool(body.stream), events=DataEvents())
 
 
 class _ChatChunks:
     """The chunks of one request: per choice a first one with the role, then one per part of its answer."""
 
     def __init__(self, serving: Serving, body: ChatRequest) -> None:
-        serving.require_engine()
         self._serving = serving
         self._body = body
+        self._conversation = Conversation(serving, body)
         self._header: dict[str, Any] = {
             "id": new_id("chatcmpl"),
             "created": int(time.time()),
             "model": serving.model_name(body.model),
         }
-        tokenizer = serving.llm.tokenizer
-        if tokenizer is None:
-            raise InvalidRequestError(
-                "chat needs a tokenizer, and the engine has none (skip_tokenizer_init)", "messages"
-            )
-        tools = shown_tools(body.tools, body.tool_choice, tokenizer)
-        self._template_kwargs = _template_kwargs(body, tools, tokenizer)
-        continues = body.continue_final_message
-        self._answers = Answers(
-            tokenizer,
-            tools=tools,
-            parallel=body.parallel_tool_calls is not False,
-            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
-        )
-        own: dict[str, Any] = {
-            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "shown_special_ids": tokenizer.answer_special_ids(tools=bool(tools)),
-        }
-        if body.max_completion_tokens is not None:
-            own["max_tokens"] = body.max_completion_tokens
-        # Without a limit of the client's or the model's, an answer may fill the context.
-        self._params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
-        self._usage = UsageCounter()
 
     async def chunks(self) -> AsyncGenerator[list[ChatChunk], None]:
         options = self._body.stream_options
         usage_at_end = not self._body.stream or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats
         begun: set[int] = set()
-        outputs = self._serving.chat(self._body.messages, self._params, self._template_kwargs)
-        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
-            async for output in outputs:
-                self._usage.add(0, output)
+        async with aclosing(self._conversation.answers()) as outputs:
+            async for output, answers in outputs:
                 choices: list[ChunkChoice] = []
-                for answer in output.outputs:
+                for answer, parts in answers:
                     if answer.index not in begun:
                         begun.add(answer.index)
                         delta = Delta(role="assistant", content="")
                         choices.append(ChunkChoice(index=answer.index, delta=delta))
-                    choices += self._choices(output, answer)
-                usage = self._usage_so_far() if continuous else None if usage_at_end else UNSET
+                    choices += self._choices(answer, parts)
+                usage = self._conversation.usage if continuous else None if usage_at_end else UNSET
                 chunks = [ChatChunk(**self._header, choices=[choice], usage=usage) for choice in choices]
                 if output.prompt_logprobs is not None and chunks:
                     chunks[0].prompt_logprobs = prompt_logprobs_json(output.prompt_logprobs)
                 yield chunks
         if usage_at_end:
-            yield [ChatChunk(**self._header, choices=[], usage=self._usage_so_far())]
+            yield [ChatChunk(**self._header, choices=[], usage=self._conversation.usage)]
 
-    def _usage_so_far(self) -> Usage:
-        return self._usage.usage(self._answers.reasoning_tokens)
-
-    def _choices(self, output: RequestOutput, answer: CompletionOutput) -> list[ChunkChoice]:
+    def _choices(self, answer: CompletionOutput, parts: list[Part]) -> list[ChunkChoice]:
         """One per part that is new; the last one has what goes with the tokens."""
-        parts = self._answers.read(output, answer)
         deltas = [_delta(part) for part in parts if not isinstance(part, ToolCallEnd)] or [Delta(content="")]
         choices = [ChunkChoice(index=answer.index, delta=delta) for delta in deltas]
         if self._body.logprobs:
             choices[-1].logprobs = self._logprobs(answer)
         if answer.finish_reason is not None:
-            choices[-1].finish_reason = self._answers.finish_reason(answer)
+            choices[-1].finish_reason = self._conversation.finish_reason(answer)
             choices[-1].stop_reason = answer.stop_reason
         return choices
 
@@ -156,24 +123,6 @@ class _ChatChunks:
         return TokenLogprob(
             *describe(token_id, entries[token_id]), [TopLogprob(*describe(*item)) for item in top]
         )
-
-
-def _template_kwargs(body: ChatRequest, tools: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
-    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    if tools:
-        options["tools"] = tools
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if getattr(body, name) is not None:
-            options[name] = getattr(body, name)
-    if body.reasoning_effort is not None:
-        if not tokenizer.template_reads("reasoning_effort"):
-            raise InvalidRequestError(
-                "reasoning_effort: this model's chat template does not know it; leave it out. Some templates "
-                "turn reasoning off with chat_template_kwargs {'enable_thinking': false}",
-                "reasoning_effort",
-            )
-        options["reasoning_effort"] = body.reasoning_effort
-    return options
 
 
 def _delta(part: Part) -> Delta:

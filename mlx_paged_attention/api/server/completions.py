@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mlx_paged_attention.api.server.chunks import Completion, CompletionChoice, CompletionLogprobs
 from mlx_paged_attention.api.server.protocol import CompletionRequest
+from mlx_paged_attention.api.server.respond import DataEvents, respond
 from mlx_paged_attention.api.server.serving import (
     Serving,
     UsageCounter,
@@ -19,7 +20,6 @@ from mlx_paged_attention.api.server.serving import (
     new_id,
     prompt_logprobs_json,
     ranked,
-    respond,
     with_owner,
 )
 from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -34,9 +34,8 @@ router = APIRouter()
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue the prompts."""
     serving: Serving = request.app.state.serving
-    return await respond(
-        request, body, _CompletionChunks(serving, with_owner(body, request)).chunks(), _collect
-    )
+    chunks = _CompletionChunks(serving, with_owner(body, request)).chunks()
+    return await respond(request, chunks, _collect, stream=bool(body.stream), events=DataEvents())
 
 
 class _CompletionChunks:

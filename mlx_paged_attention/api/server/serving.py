@@ -1,22 +1,14 @@
-"""Serving: what completions and chat do alike, from the engine's outputs to the bytes of a response.
-
-Both turn a request into a stream of chunks. A streaming response sends the chunks; any other response is the
-same chunks, collected. So the two cannot drift apart.
-"""
+"""Serving: the engine as the routes see it, and what they do alike with its outputs."""
 
 import asyncio
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from fastapi import Request
 from msgspec import UNSET
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from mlx_paged_attention.api.defaults import sampling_defaults
 from mlx_paged_attention.api.metrics import Metrics
@@ -24,9 +16,8 @@ from mlx_paged_attention.api.server.chunks import (
     CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
-    encode,
 )
-from mlx_paged_attention.api.server.errors import ApiError, describe
+from mlx_paged_attention.api.server.errors import ApiError
 from mlx_paged_attention.api.server.middleware import PREFIX_OWNER
 from mlx_paged_attention.api.server.protocol import GenerationRequest
 from mlx_paged_attention.engine.outputs import Logprob, RequestOutput
@@ -36,15 +27,11 @@ from mlx_paged_attention.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from mlx_paged_attention.api.async_llm import AsyncLLM
 
-logger = logging.getLogger(__name__)
-
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI's API says this instead
 
 Outputs = AsyncGenerator[RequestOutput, None]
 
 B = TypeVar("B", bound=GenerationRequest)
-C = TypeVar("C", bound=msgspec.Struct)
-T = TypeVar("T")
 
 
 def with_owner(body: B, request: Request) -> B:
@@ -223,87 +210,3 @@ async def merge(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, Request
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def respond(
-    request: Request,
-    body: GenerationRequest,
-    chunks: AsyncGenerator[list[C], None],
-    collect: Callable[[AsyncGenerator[list[C], None]], Awaitable[msgspec.Struct]],
-) -> Response:
-    """Answer with the chunks: as server-sent events, or collected into one object.
-
-    Nothing is sent before the first chunk is there, so that a bad request gets its proper status.
-    """
-    if body.stream:
-        first = await _unless_gone(request, anext(chunks))
-        return EventStream(first, chunks)
-    whole = await _unless_gone(request, _collected(chunks, collect))
-    return Response(encode(whole), media_type="application/json")
-
-
-class EventStream(StreamingResponse):
-    """Chunks as server-sent events. They are closed when the response ends, however it ends."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: list[Any], chunks: AsyncGenerator[list[Any], None]) -> None:
-        self._chunks = chunks
-        self._events = _events(first, chunks)
-        # Proxies must not hold events back.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._events, headers=headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks), aclosing(self._events):
-            await super().__call__(scope, receive, send)
-
-
-async def _events(first: list[Any], chunks: AsyncGenerator[list[Any], None]) -> AsyncGenerator[bytes, None]:
-    yield _event(first)
-    try:
-        async for several in chunks:
-            yield _event(several)
-    except Exception as error:
-        # The status has been sent; all that is left is to say so inside the stream.
-        status, body = describe(error)
-        if status >= 500:
-            logger.exception("a stream failed")
-        yield _event([body])
-    yield b"data: [DONE]\n\n"
-
-
-def _event(objects: list[Any]) -> bytes:
-    return b"".join(b"data: " + encode(item) + b"\n\n" for item in objects)
-
-
-async def _collected(
-    chunks: AsyncGenerator[list[C], None],
-    collect: Callable[[AsyncGenerator[list[C], None]], Awaitable[msgspec.Struct]],
-) -> msgspec.Struct:
-    async with aclosing(chunks):
-        return await collect(chunks)
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client disconnects.
-
-    Raises:
-        ApiError: 499, the client has gone; nobody will read it.
-    """
-    working = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ApiError(499, "the client closed the connection")
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,0 +1,94 @@
+"""Conversation: one chat request, whichever protocol it came in, from its messages to its answers' parts.
+
+Every protocol that chats turns what it is sent into a :class:`ChatRequest`, and writes the parts that come
+out here in its own words. So none of them can read an answer differently, or know less than another.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from mlx_paged_attention.api.server.answers import Answers
+from mlx_paged_attention.api.server.chunks import Usage
+from mlx_paged_attention.api.server.protocol import ChatRequest
+from mlx_paged_attention.api.server.serving import Serving, UsageCounter
+from mlx_paged_attention.api.server.tools import shown_tools
+from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
+from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.text.answer import Part
+from mlx_paged_attention.text.messages import normalize_messages
+from mlx_paged_attention.text.tokenizer import Tokenizer
+
+AnswerParts = list[tuple[CompletionOutput, list[Part]]]
+
+
+class Conversation:
+    """Answers one chat request.
+
+    Raises:
+        InvalidRequestError: the request asks for what this model or engine cannot do.
+        EngineDeadError: nothing can be served.
+    """
+
+    def __init__(self, serving: Serving, body: ChatRequest) -> None:
+        serving.require_engine()
+        self._serving = serving
+        self._messages = body.messages
+        tokenizer = serving.llm.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "chat needs a tokenizer, and the engine has none (skip_tokenizer_init)", "messages"
+            )
+        tools = shown_tools(body.tools, body.tool_choice, tokenizer)
+        self._template_kwargs = _template_kwargs(body, tools, tokenizer)
+        continues = body.continue_final_message
+        self._answers = Answers(
+            tokenizer,
+            tools=tools,
+            parallel=body.parallel_tool_calls is not False,
+            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
+        )
+        own: dict[str, Any] = {
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "shown_special_ids": tokenizer.answer_special_ids(tools=bool(tools)),
+        }
+        if body.max_completion_tokens is not None:
+            own["max_tokens"] = body.max_completion_tokens
+        # Without a limit of the client's or the model's, an answer may fill the context.
+        self._params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
+        self._usage = UsageCounter()
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens read and written so far."""
+        return self._usage.usage(self._answers.reasoning_tokens)
+
+    async def answers(self) -> AsyncGenerator[tuple[RequestOutput, AnswerParts], None]:
+        """Each output, with the parts that are new in every answer that it tells of."""
+        outputs = self._serving.chat(self._messages, self._params, self._template_kwargs)
+        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
+            async for output in outputs:
+                self._usage.add(0, output)
+                yield output, [(answer, self._answers.read(output, answer)) for answer in output.outputs]
+
+    def finish_reason(self, answer: CompletionOutput) -> str | None:
+        """Why an answer ended, in the words of OpenAI's API."""
+        return self._answers.finish_reason(answer)
+
+
+def _template_kwargs(body: ChatRequest, tools: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
+    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if tools:
+        options["tools"] = tools
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if getattr(body, name) is not None:
+            options[name] = getattr(body, name)
+    if body.reasoning_effort is not None:
+        if not tokenizer.template_reads("reasoning_effort"):
+            raise InvalidRequestError(
+                "reasoning_effort: this model's chat template does not know it; leave it out. Some templates "
+                "turn reasoning off with chat_template_kwargs {'enable_thinking': false}",
+                "reasoning_effort",
+            )
+        options["reasoning_effort"] = body.reasoning_effort
+    return options
