@@ -104,7 +104,7 @@ def address(array: mx.array) -> int:
 def touched(kernel: str, given: dict[str, mx.array], template: dict[str, Any]) -> tuple[Slots, Slots]:
     """The slots that a call reads and writes."""
     nothing: Slots = frozenset()
-    if kernel == "merge_splits":
+    if kernel in ("merge_splits", "join_rows"):
         return nothing, nothing
     pool, size = address(given["k_pool"]), given["k_pool"].shape[2]
 

@@ -1,14 +1,17 @@
 """Run one job on the GPU at hand; its result."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.kernel_check.decode_case import LSE_FACTOR, TOLERANCE, DecodeCase, errors
-from mlx_paged_attention.kernel_check.jobs import DecodeJob, Job, MergeJob, PoolJob, SpeedJob
+from mlx_paged_attention.kernel_check.jobs import DecodeJob, Job, JoinJob, MergeJob, PoolJob, SpeedJob
 from mlx_paged_attention.kernel_check.results import Checked, Failed, Result, Timed
 from mlx_paged_attention.kernel_check.speed_case import SpeedCase, gap, in_turns
 from mlx_paged_attention.ops.kernels.decode import merge_splits
+from mlx_paged_attention.ops.kernels.join import join_rows
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 
@@ -24,6 +27,8 @@ def run(job: Job) -> Result:
                 return _decode(job)
             case MergeJob():
                 return _merge(job)
+            case JoinJob():
+                return _join(job)
             case PoolJob():
                 return _pool(job)
             case SpeedJob():
@@ -49,7 +54,8 @@ def _decode(job: DecodeJob) -> Result:
     if job.stored is not None:
         case.k, case.v = (plane.astype(getattr(mx, job.stored)) for plane in (case.k, case.v))
     # With a capacity results are merged even where a window leaves one piece.
-    got = case.attend(target=64, capacity=64) if job.split else case.attend(target=1)
+    target, capacity = (64, 64) if job.split else (1, None)
+    got = case.attend(target, capacity, picked=job.picked)
     return _compare(got, case.expected(), TOLERANCE[dtype])
 
 
@@ -95,6 +101,17 @@ def _compare(
     )
 
 
+def _join(job: JoinJob) -> Result:
+    rng = np.random.default_rng(0)
+    order = rng.permutation(80)[:70].astype(np.int32)
+    first, last = (
+        mx.array(rng.standard_normal((rows, 4, 128)).astype(np.float32)).astype(getattr(mx, job.dtype))
+        for rows in (64, 16)
+    )
+    want = np.concatenate([_values(first), _values(last)])[order]
+    return _exact([join_rows(first, last, mx.array(order))], [want])
+
+
 def _pool(job: PoolJob) -> Result:
     rng = np.random.default_rng(0)
     dtype, size, kv_heads = getattr(mx, job.dtype), job.block_size, 2
@@ -124,6 +141,10 @@ def _pool(job: PoolJob) -> Result:
             *got, _ = gather_kv(k_pool, v_pool, mx.array(table), first, last, no_token())
             at = np.arange(first, last)
             want = [plane[table[at // size], :, at % size].swapaxes(0, 1)[None] for plane in want]
+    return _exact(got, want)
+
+
+def _exact(got: Sequence[mx.array], want: Sequence[NDArray[np.float32]]) -> Result:
     wrong = sum(int((_values(a) != b).sum()) for a, b in zip(got, want, strict=True))
     if wrong:
         return Failed(f"{wrong:,} of {sum(b.size for b in want):,} numbers are wrong")

@@ -86,13 +86,15 @@ class DecodeCase:
         return cls(typed_q, typed_k, typed_v, tables, lens, sinks, window, softcap)
 
     def attend(
-        self, target: int | None = None, capacity: int | None = None
+        self, target: int | None = None, capacity: int | None = None, *, picked: bool = False
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The kernels' output ``[rows, queries, heads, v_head_dim]`` and log-sum-exp.
 
         Args:
             target, capacity: as for ``work_list``; 1 and ``None`` leave every context whole.
+            picked: scatter the queries among other tokens, from where the kernel is to pick them.
         """
+        q, places = self._scattered() if picked else (self.q, None)
         work = work_list(
             self.lens,
             self.q.shape[2],
@@ -103,11 +105,20 @@ class DecodeCase:
             capacity=capacity,
         )
         out, lse, _ = paged_decode(
-            self.q, self.k, self.v, mx.array(self.tables), mx.array(self.lens), work,
+            q, self.k, self.v, mx.array(self.tables), mx.array(self.lens), work,
             scale=self.q.shape[3] ** -0.5, window=self.window, sinks=self.sinks, softcap=self.softcap,
+            picked=places,
         )  # fmt: skip
         assert out.dtype == self.q.dtype
         return np.array(out.astype(mx.float32)).swapaxes(1, 2), np.array(lse)
+
+    def _scattered(self) -> tuple[mx.array, mx.array]:
+        """The queries among NaN, ``[tokens, heads, 1, head_dim]``, and their places ``[rows, queries]``."""
+        rows, heads, queries, head_dim = self.q.shape
+        places = np.random.default_rng(0).permutation(2 * rows * queries)[: rows * queries].astype(np.int32)
+        tokens = mx.full((2 * rows * queries, heads, 1, head_dim), mx.nan, self.q.dtype)
+        tokens[mx.array(places)] = self.q.swapaxes(1, 2).reshape(-1, heads, 1, head_dim)
+        return tokens, mx.array(places.reshape(rows, queries))
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The same in float64, from the values that the arrays hold."""

@@ -28,6 +28,7 @@ class DecodeJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         sink: about how large the heads' sinks are.
         split: cut the contexts into pieces, so that results must be merged.
         stored: the pool's type, where it is not ``dtype``.
+        picked: the queries lie scattered among other tokens.
     """
 
     dtype: DType
@@ -39,6 +40,7 @@ class DecodeJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     softcap: float | None = None
     split: bool = True
     stored: DType | None = None
+    picked: bool = False
 
     @property
     def name(self) -> str:
@@ -53,6 +55,7 @@ class DecodeJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             self.sink is not None and "sinks",
             self.softcap and "soft cap",
             self.stored and f"stored as {self.stored}",
+            self.picked and "picked",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -67,6 +70,16 @@ class MergeJob(msgspec.Struct, frozen=True, tag=True):
     @property
     def name(self) -> str:
         return f"merge_splits {self.dtype}, heads of {self.head_dim}{', sinks' if self.sinks else ''}"
+
+
+class JoinJob(msgspec.Struct, frozen=True, tag=True):
+    """Compile ``join_rows``, and look for anything out of place."""
+
+    dtype: DType
+
+    @property
+    def name(self) -> str:
+        return f"join_rows {self.dtype}"
 
 
 class PoolJob(msgspec.Struct, frozen=True, tag=True):
@@ -103,7 +116,7 @@ class SpeedJob(msgspec.Struct, frozen=True, tag=True):
         return 2 * self.rows * self.context * self.kv_heads * self.head_dim * 2
 
 
-Job = DecodeJob | MergeJob | PoolJob | SpeedJob
+Job = DecodeJob | MergeJob | JoinJob | PoolJob | SpeedJob
 
 
 def _dims(keys: int, values: int) -> str:
@@ -114,7 +127,8 @@ def all_jobs(backend: str) -> list[Job]:
     """Everything there is to check on a back end, ``"metal"`` or ``"cuda"``."""
     # On CUDA paged_decode merges by itself.
     merges = list(merge_jobs()) if backend == "metal" else []
-    return [*pool_jobs(), *decode_grid(), *decode_extras(), *merges, *speed_jobs()]
+    joins = map(JoinJob, TYPES)
+    return [*pool_jobs(), *decode_grid(), *decode_extras(), *merges, *joins, *speed_jobs()]
 
 
 def decode_grid() -> Iterator[DecodeJob]:
@@ -144,6 +158,8 @@ def decode_extras() -> Iterator[DecodeJob]:
     yield DecodeJob(dtype="float16", heads=(40, 1, 64, 64))
     yield DecodeJob(dtype="bfloat16", heads=(32, 8, 128, 128), queries=5, window=133)
     yield DecodeJob(dtype="float32", heads=(8, 2, 64, 64), queries=16)
+    yield DecodeJob(dtype="bfloat16", heads=(16, 8, 128, 128), queries=16, picked=True)
+    yield DecodeJob(dtype="float16", heads=(8, 2, 80, 80), picked=True)
     yield DecodeJob(dtype="float32", heads=(8, 2, 64, 64), stored="bfloat16")
 
 

@@ -45,7 +45,7 @@ class DevicePacking(Packing):
     """Singles and tiles of a compiled step; nothing in it is gathered.
 
     Args:
-        device_singles, device_tiles, device_order: int32 ``[singles]``, ``[tiles * TILE]`` and
+        device_singles, device_tiles, device_order: int32 ``[singles, 1]``, ``[tiles, TILE]`` and
             ``[tokens]``, padding included.
         parts: ``single_batch`` and ``tile_batch``.
     """

@@ -8,11 +8,12 @@ import mlx.core as mx
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernels.decode import paged_decode, supports, threadgroups_per_item
+from mlx_paged_attention.ops.kernels.join import join_rows
 from mlx_paged_attention.ops.kernels.make import backend
 from mlx_paged_attention.ops.kernels.order import Order, no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
 from mlx_paged_attention.ops.layer import AttentionLayer, resized
-from mlx_paged_attention.ops.packing import TILE, Packing
+from mlx_paged_attention.ops.packing import Packing
 
 
 class KernelLayer(AttentionLayer):
@@ -103,22 +104,30 @@ class KernelLayer(AttentionLayer):
         sinks: mx.array | None,
     ) -> mx.array:
         rows, heads, length, _ = queries.shape
-        q = _flat(queries)
+        q = _flat(queries)[:, :, None]
         parts = []
         if packing.has_singles:
-            singles = q[packing.device_singles][:, :, None]
-            parts.append(_flat(self.attend_in_place(singles, packing.single_batch, scale, sinks)))
+            batch, picked = packing.single_batch, packing.device_singles
+            parts.append(_flat(self.attend_in_place(q, batch, scale, sinks, picked)))
         if packing.has_tiles:
-            tiles = q[packing.device_tiles].reshape(-1, TILE, *q.shape[1:]).swapaxes(1, 2)
-            parts.append(_flat(self.attend_in_place(tiles, packing.tile_batch, scale, sinks)))
+            batch, picked = packing.tile_batch, packing.device_tiles
+            parts.append(_flat(self.attend_in_place(q, batch, scale, sinks, picked)))
         for (begin, end), run in zip(packing.gathered, packing.gathered_batches, strict=True):
             q_row, k_row, v_row = (_flat(x)[begin:end].swapaxes(0, 1)[None] for x in (queries, keys, values))
             parts.append(_flat(self.attend_gathered(q_row, k_row, v_row, run, scale, sinks)))
-        out = mx.concatenate(parts)[packing.device_order]
+        if len(parts) == 2 and not packing.gathered:
+            out = join_rows(parts[0], parts[1], packing.device_order)
+        else:
+            out = mx.concatenate(parts)[packing.device_order]
         return out.reshape(rows, length, heads, -1).swapaxes(1, 2)
 
     def attend_in_place(
-        self, queries: mx.array, batch: AttentionBatch, scale: float, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        batch: AttentionBatch,
+        scale: float,
+        sinks: mx.array | None,
+        picked: mx.array | None = None,
     ) -> mx.array:
         window = self.spec.window
         out, _, self.order.token = paged_decode(
@@ -127,10 +136,11 @@ class KernelLayer(AttentionLayer):
             self.v,
             batch.device_tables,
             batch.device_context_lens,
-            batch.work(threadgroups_per_item(queries, self.k, self.v), window),
+            batch.work(threadgroups_per_item(queries, self.k, self.v, batch.queries), window),
             scale=scale,
             window=window,
             sinks=sinks,
+            picked=picked,
             after=self.order.token,
         )
         return out

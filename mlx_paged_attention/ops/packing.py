@@ -96,13 +96,13 @@ class Packing:
 
     @cached_property
     def device_singles(self) -> mx.array:
-        """int32 ``[n]``."""
-        return mx.array(self.singles.astype(np.int32))
+        """int32 ``[n, 1]``."""
+        return mx.array(self.singles.astype(np.int32)[:, None])
 
     @cached_property
     def device_tiles(self) -> mx.array:
-        """int32 ``[tiles * TILE]``."""
-        return mx.array(self.tiles.reshape(-1).astype(np.int32))
+        """int32 ``[tiles, TILE]``."""
+        return mx.array(self.tiles.astype(np.int32))
 
     @cached_property
     def single_batch(self) -> AttentionBatch:

@@ -12,6 +12,7 @@ from mlx_paged_attention.kernel_check.jobs import (
     TYPES,
     DecodeJob,
     Job,
+    JoinJob,
     MergeJob,
     PoolJob,
     SpeedJob,
@@ -52,9 +53,15 @@ def test_a_failure_is_found_by_its_name(backend):
     jobs = all_jobs(backend)
     assert len({job.name for job in jobs}) == len(jobs)
     kinds = {type(job) for job in jobs}
-    assert kinds == {DecodeJob, PoolJob, SpeedJob} | ({MergeJob} if backend == "metal" else set())
+    assert kinds == {DecodeJob, JoinJob, PoolJob, SpeedJob} | ({MergeJob} if backend == "metal" else set())
     names = "\n".join(job.name for job in jobs)
-    for words in ("5 queries", "stored as bfloat16", "heads of 192 and 128", "window 133, sinks, soft cap"):
+    for words in (
+        "5 queries",
+        "stored as bfloat16",
+        "heads of 192 and 128",
+        "window 133, sinks, soft cap",
+        "picked",
+    ):
         assert words in names
 
 

@@ -13,6 +13,7 @@ from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels import decode
 from mlx_paged_attention.ops.kernels import work_list as work_lists
+from mlx_paged_attention.ops.kernels.join import join_rows
 from mlx_paged_attention.ops.kernels.make import upload
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
@@ -246,6 +247,25 @@ def test_a_range_of_positions_is_gathered(first, last):
     for pool, plane in zip(pools, planes, strict=True):
         expected = np.array(pool)[table[at // 8], :, at % 8].swapaxes(0, 1)[None]
         np.testing.assert_array_equal(np.array(plane), expected)
+
+
+@DTYPES
+def test_rows_of_two_results_are_joined_in_any_order(dtype):
+    rng = np.random.default_rng(4)
+    first, last = (mx.array(rng.standard_normal((n, 3, 16)), mx.float32).astype(dtype) for n in (5, 9))
+    order = mx.array([13, 0, 4, 5, 5, 12, 1, 2], mx.int32)
+    joined = join_rows(first, last, order)
+    assert mx.array_equal(joined, mx.concatenate([first, last])[order])
+    assert joined.dtype == dtype
+
+
+@pytest.mark.parametrize("queries", [1, 3, 16])
+def test_queries_may_be_picked_from_anywhere(queries):
+    case = DecodeCase.random(0, mx.float32, (8, 2, 64, 64), [40, 7, 133], queries=queries, size=8)
+    out, lse = case.attend(target=16)
+    picked_out, picked_lse = case.attend(target=16, picked=True)
+    np.testing.assert_array_equal(out, picked_out)
+    np.testing.assert_array_equal(lse, picked_lse)
 
 
 @pytest.mark.parametrize("window", [None, 21])

@@ -13,7 +13,7 @@ from oracle import varied_prompt
 from step_driver import PACKED, ROWS, StepDriver, load_host
 from tiny_models import VOCAB_SIZE
 
-from mlx_paged_attention.ops import packing
+from mlx_paged_attention.ops import kernel_layer, packing
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernel_layer import KernelLayer
 from mlx_paged_attention.ops.kernels.work_list import capacity_for, work_list
@@ -56,14 +56,17 @@ def traced(monkeypatch):
         touched = keys.sum() + values.sum() + batch.device_slot_ids.sum() + self.k[:1].sum()
         self.order.token = (touched + self.order.token.sum()).reshape(1)
 
-    def attend_in_place(self, queries, batch, scale, sinks):
+    def attend_in_place(self, queries, batch, scale, sinks, picked=None):
         work = batch.work(8, self.spec.window)
         self.order.token = self.order.token + work.items.sum() + batch.device_tables.sum()
+        if picked is not None:
+            queries = queries[picked.reshape(-1)]
         return queries + self.order.token * 0
 
     monkeypatch.setattr(KernelLayer, "supports", staticmethod(lambda spec: True))
     monkeypatch.setattr(KernelLayer, "write", write)
     monkeypatch.setattr(KernelLayer, "attend_in_place", attend_in_place)
+    monkeypatch.setattr(kernel_layer, "join_rows", lambda a, b, order: mx.concatenate([a, b])[order])
     shapes = []
     step = compiled_step._step
 
@@ -336,7 +339,8 @@ def test_what_is_packed_of_a_mixed_step_is_unpacked(runs, seed):
     assert np.array(got.device_slot_ids)[:total].tolist() == slots.tolist()
     assert np.array(got_wanted)[: len(wanted)].tolist() == wanted.tolist()
     # Follow each token through the parts: it must meet its own context and its own table.
-    sources = np.concatenate([np.array(got.packing.device_singles), np.array(got.packing.device_tiles)])
+    picked = got.packing.device_singles, got.packing.device_tiles
+    sources = np.concatenate([np.array(tokens).reshape(-1) for tokens in picked])
     single, tile = got.packing.single_batch, got.packing.tile_batch
     lens = np.concatenate([np.array(x.device_context_lens) for x in (single, tile)])
     lines = [np.array(single.device_tables), np.repeat(np.array(tile.device_tables), TILE, axis=0)]

@@ -15,7 +15,7 @@ from mlx_paged_attention.ops.kernels.make import (
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.work_list import SIMDGROUPS, WorkList
 
-_INPUTS = ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "after")
+_INPUTS = ("q", "k_pool", "v_pool", "block_tables", "context_lens", "items", "sinks", "picked", "after")
 _DECODE = Kernel("paged_decode", _INPUTS, ("out", "lse"))
 _DECODE_AND_MERGE = replace(
     _DECODE,
@@ -60,10 +60,14 @@ def tiles(q_dtype: mx.Dtype, k_pool: mx.array, v_pool: mx.array, columns: int) -
     return 1 if columns <= 8 or wide or backend() == "metal" else 2
 
 
-def threadgroups_per_item(q: mx.array, k_pool: mx.array, v_pool: mx.array) -> int:
-    """How many threadgroups share one item of a work list for ``q [rows, heads, queries, head_dim]``."""
+def threadgroups_per_item(q: mx.array, k_pool: mx.array, v_pool: mx.array, queries: int = 0) -> int:
+    """How many threadgroups share one item of a work list.
+
+    Args:
+        q: ``[rows, heads, queries, head_dim]``, or with ``queries`` per row picked from its tokens.
+    """
     kv_heads = k_pool.shape[1]
-    columns = q.shape[1] // kv_heads * q.shape[2]
+    columns = q.shape[1] // kv_heads * (queries or q.shape[2])
     return int(kv_heads * -(-columns // (8 * tiles(q.dtype, k_pool, v_pool, columns))))
 
 
@@ -88,6 +92,7 @@ def paged_decode(
     window: int | None = None,
     sinks: mx.array | None = None,
     softcap: float | None = None,
+    picked: mx.array | None = None,
     after: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Attention of several queries per row over the row's blocks.
@@ -102,6 +107,8 @@ def paged_decode(
         context_lens: int32 ``[rows * queries]``.
         work: the pieces of these contexts, cut for this window.
         scale, window, sinks, softcap: as for ``paged_attention``.
+        picked: int32 ``[rows, queries]``: each query's place among ``q``'s tokens, which then is
+            ``[tokens, heads, 1, head_dim]``; ``None`` where queries lie row by row.
         after: the ordering token of what must have happened before, such as the writes of these keys.
 
     Returns:
@@ -113,10 +120,13 @@ def paged_decode(
     Calls that share ``work`` must run one after another, as those of a model's layers do.
     """
     rows, heads, queries, head_dim = q.shape
+    if picked is not None:
+        rows, queries = picked.shape
     kv_heads, block_size, v_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
     after = no_token() if after is None else after
     sink_values = unread() if sinks is None else sinks
     items = work.items.shape[0]
+    threadgroups = threadgroups_per_item(q, k_pool, v_pool, queries)
     tiles_each = tiles(q.dtype, k_pool, v_pool, heads // kv_heads * queries)
     ahead, shared_memory = stages(k_pool, v_pool, tiles_each)
     out_rows, out_type = (items, mx.float32) if work.split else (rows, q.dtype)
@@ -136,13 +146,13 @@ def paged_decode(
         ("SCALE_BITS", _bits(scale)),
         ("CAP_BITS", _bits(softcap or 0.0)),
         ("SINKS", sinks is not None),
+        ("PICKED", 0 if picked is None else queries),
         ("SPLIT", work.split),
-        ("STAGES", ahead)
-        if ahead
-        else ("PREFETCH", rows * threadgroups_per_item(q, k_pool, v_pool) <= FEW_THREADGROUPS),
+        ("STAGES", ahead) if ahead else ("PREFETCH", rows * threadgroups <= FEW_THREADGROUPS),
     ]
-    inputs = [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, after]
-    grid = (32 * SIMDGROUPS * threadgroups_per_item(q, k_pool, v_pool), items, 1)
+    places = unread() if picked is None else picked
+    inputs = [q, k_pool, v_pool, block_tables, context_lens, work.items, sink_values, places, after]
+    grid = (32 * SIMDGROUPS * threadgroups, items, 1)
     threadgroup = (32 * SIMDGROUPS, 1, 1)
     shapes = [_result_shape(out_rows, queries, heads, v_dim), (out_rows, queries, heads)]
     types = [out_type, mx.float32]

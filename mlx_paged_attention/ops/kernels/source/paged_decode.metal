@@ -8,6 +8,7 @@
 // a lane takes whatever it can load 16 bytes at a time. Simdgroups are merged at the end.
 //
 // O: type of out. S: stored type. M: type of the matrices. TILES: columns / 8. SG: simdgroups.
+// PICKED: queries per row, each anywhere among q's tokens, as `picked` says; 0 where they lie row by row.
 // SCALE_BITS, CAP_BITS: float32 numbers, which cannot be arguments of a template.
 
 constexpr int GROUP = H / KH;
@@ -31,7 +32,7 @@ const int first_column = int(threadgroup_position_in_grid.x) / KH * COLUMNS;
 const int item = int(threadgroup_position_in_grid.y);
 if (items[item * 4 + 3] != 0) return;  // only fills up the list
 const int row = items[item * 4];
-const int queries = q_shape[2];
+const int queries = PICKED > 0 ? PICKED : q_shape[2];
 const int columns = min(COLUMNS, queries * GROUP - first_column);
 
 // Block ids are read 32 at a time, one per lane, and handed round. The first ones are asked for before
@@ -164,9 +165,11 @@ Pair<M> query_pairs[TILES][KE / 2];
       const int column = first_column + t * 8 + right_column(lane, i);                                \
       const int query = column / GROUP, head = kv_head * GROUP + column % GROUP;                      \
       exists[i] = query < queries;                                                                    \
-      from[i] = size_t(row) * q_strides[0] + size_t(head) * q_strides[1] +                            \
-                size_t(min(query, queries - 1)) * q_strides[2] +                                      \
+      const int index = min(query, queries - 1);                                                      \
+      from[i] = size_t(head) * q_strides[1] +                                                         \
                 size_t((right_row(lane, i) / 2 * KW + right_row(lane, i) % 2) * dim_stride);          \
+      if (PICKED > 0) from[i] += size_t(int(picked[row * queries + index])) * q_strides[0];           \
+      else from[i] += size_t(row) * q_strides[0] + size_t(index) * q_strides[2];                      \
     }                                                                                                 \
     UNROLL for (int p = 0; p < KE / 2; p++) {                                                         \
       float x[2];                                                                                     \
