@@ -60,7 +60,6 @@ class ModelCacheSpec:
         query_heads: of the layer with most of them, for what a model's own attention takes in memory.
         own_masks: some attention has a mask that does not follow from positions and a window alone, so
             that only the model itself can apply it.
-        shared_keys: several layers attend to the keys of one.
     """
 
     entries: tuple[CacheEntry, ...]
@@ -70,7 +69,6 @@ class ModelCacheSpec:
     own_masks: bool = False
     kinds: tuple[AttentionKind, ...] = ()
     query_heads: int = UNKNOWN_HEADS
-    shared_keys: bool = False
 
     @property
     def dtype(self) -> str:
@@ -147,7 +145,6 @@ def observe_cache(model: nn.Module, *, block_size: int) -> ModelCacheSpec:
         own_masks=any(one.has_own_mask for one in used),
         kinds=tuple(_kind(one) for one in used),
         query_heads=_query_heads(getattr(model, "args", {})) or UNKNOWN_HEADS,
-        shared_keys=any(one.num_readers > 1 for one in used),
     )
 
 

@@ -17,7 +17,6 @@ class WatchedCache:
         layer: its place in the model's cache.
         windows: of each attention over its keys; ``None`` is the whole context.
         has_own_mask: one had a mask that the cache did not make, or two had different ones.
-        num_readers: how often its keys were attended to.
     """
 
     def __init__(self, entry: Any, layer: int) -> None:
@@ -25,7 +24,6 @@ class WatchedCache:
         self.layer = layer
         self.windows: set[int | None] = set()
         self.has_own_mask = False
-        self.num_readers = 0
         self._fetched: list[tuple[mx.array, mx.array]] = []
 
     @property
@@ -51,7 +49,6 @@ class WatchedCache:
 
     def note(self, window: int | None, *, own: bool) -> None:
         """An attention with a mask of this window, or with one of the model's ``own``."""
-        self.num_readers += 1
         self.windows.add(window)
         self.has_own_mask |= own or len(self.windows) > 1
 

@@ -38,8 +38,6 @@ def _obstacle(spec: ModelCacheSpec, layout: Layout) -> str | None:
         return "the model has recurrent layers, too"
     if not set(spec.kinds) <= {"full", "window"}:
         return "other layers attend in ways of their own"
-    if spec.shared_keys:
-        return "layers share keys and values"
     if len({layer.planes for layer in spec.layers}) > 1:
         return "layers differ in the shapes of keys and values"
     return None

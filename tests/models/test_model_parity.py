@@ -9,6 +9,7 @@ import importlib.util
 
 import mlx.core as mx
 import pytest
+from engine_hooks import poison_free_blocks
 from models_table import PATH, committed_rows, load, page, row
 from parity_case import (
     BLOCK_SIZE,
@@ -18,6 +19,7 @@ from parity_case import (
     check,
     with_far_thresholds,
 )
+from tiny_common import WINDOW
 from tiny_configs import KNOWN_WRONG, TINY, tiny_row
 from tiny_models import write_model
 
@@ -96,6 +98,16 @@ def test_the_pool_is_as_large_as_the_bytes_per_token_say(case):
     # A block holds what the layers of one group keep of its tokens.
     per_block = BLOCK_SIZE * info.bytes_per_token // len(info.windows)
     assert info.pool_bytes == info.num_blocks * per_block
+
+
+@pytest.mark.parametrize("loaded", ["gemma3n"], indirect=True)
+def test_what_lies_behind_windows_is_freed_where_layers_use_the_keys_of_others(case):
+    windows = case.llm.info.windows
+    assert None in windows
+    assert WINDOW in windows
+    for feature in FEATURES:
+        poison_free_blocks(case.llm)
+        check(case, feature)
 
 
 def far_row(name):
