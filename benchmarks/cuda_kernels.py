@@ -25,7 +25,7 @@ import numpy as np
 from mlx_paged_attention.kernel_check.decode_case import LSE_FACTOR, TOLERANCE, DecodeCase
 from mlx_paged_attention.kernel_check.latent_case import LatentCase
 from mlx_paged_attention.kernel_check.speed_case import SpeedCase, gap, seconds_per_call
-from mlx_paged_attention.ops.kernels.latent import latent_decode, latent_threadgroups_per_item
+from mlx_paged_attention.ops.kernels import latent
 from mlx_paged_attention.ops.kernels.make import backend, upload
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
@@ -201,7 +201,7 @@ def tune() -> None:
 
 
 class LatentSpeedCase:
-    """Random bfloat16 latents of 512 and 64 dimensions in a shuffled pool, enough of them to outgrow caches."""
+    """Random bfloat16 latents of 512 and 64 dimensions in a shuffled pool, enough to outgrow caches."""
 
     def __init__(self, rows: int, context: int, heads: int) -> None:
         width = context // 16
@@ -220,11 +220,11 @@ class LatentSpeedCase:
 
     def chains(self, target: int | None = None) -> list[Callable[[int], mx.array]]:
         """The kernel, what a model does with gathered latents, and with contiguous ones."""
-        each, lens = latent_threadgroups_per_item(self.q, self.pools[0]), upload(self.lens)
+        each, lens = latent.latent_threadgroups_per_item(self.q, self.pools[0]), upload(self.lens)
         work = work_list(self.lens, 1, block_size=16, threadgroups_per_item=each, target=target)
 
         def paged(q, i):
-            return latent_decode(q, self.q_rope, *self.pools, self.tables[i], lens, work, scale=0.1)[0]
+            return latent.latent_decode(q, self.q_rope, *self.pools, self.tables[i], lens, work, scale=0.1)[0]
 
         def gathered(q, i):
             latents, ropes = (gather_blocks(pool, self.tables[i]) for pool in self.pools)
@@ -245,15 +245,15 @@ class LatentSpeedCase:
         return [chain_of(call) for call in (paged, gathered, contiguous)]
 
 
-def latent_speed(copy: float, tuning: bool) -> None:
-    targets = (132, 264, 528, 1056) if tuning else ()
+LATENT_GRID = list(itertools.product((1, 8, 32), (1024, 4096, 16384), (16, 32, 128)))
+
+
+def latent_speed(copy: float) -> None:
     print(
         "\nrows  context  heads | paged µs  GB/s  of copy | gathered µs  ratio | "
         "contiguous µs  ratio | differ by"
     )
-    if tuning:
-        print(f"and paged µs by threadgroups aimed for: {targets}")
-    for rows, context, heads in itertools.product((1, 8, 32), (1024, 4096, 16384), (16, 32, 128)):
+    for rows, context, heads in LATENT_GRID:
         try:
             case = LatentSpeedCase(rows, context, heads)
             chains = case.chains()
@@ -263,12 +263,25 @@ def latent_speed(copy: float, tuning: bool) -> None:
                 f"{rows:4} {context:8} {heads:6} | {paged * 1e6:8.1f} {case.bytes / paged / 1e9:5.0f} "
                 f"{case.bytes / paged / copy:7.1%}  | {gathered * 1e6:11.1f} {gathered / paged:6.2f} | "
                 f"{contiguous * 1e6:13.1f} {contiguous / paged:6.2f} | {apart:.0e}",
-                *(f"{seconds_per_call(case.chains(target)[0], 0.06) * 1e6:7.1f}" for target in targets),
                 flush=True,
             )
         except Exception as e:
             print(f"{rows:4} {context:8} {heads:6} failed: {str(e)[:500]}", flush=True)
         case = chains = None
+        mx.clear_cache()
+
+
+def tune_latents() -> None:
+    variants, targets = list(itertools.product((1, 2), (16, 32))), (None, 66, 132, 264, 528)
+    print("\nµs by tiles of 16 heads x keys per step, and by threadgroups aimed for (None: the estimate's)")
+    for rows, context, heads in LATENT_GRID:
+        case = LatentSpeedCase(rows, context, heads)
+        for tiles, keys in variants:
+            latent.tiles, latent.keys_per_step = lambda *_, n=tiles: n, lambda *_, n=keys: n
+            times = (seconds_per_call(case.chains(target)[0], 0.04) * 1e6 for target in targets)
+            figures = "  ".join(f"{target}: {t:6.1f}" for target, t in zip(targets, times, strict=True))
+            print(f"{rows:4} {context:8} {heads:6} | {tiles} x {keys} | {figures}", flush=True)
+        case = None
         mx.clear_cache()
 
 
@@ -291,12 +304,12 @@ def main() -> None:
     print(f"\nDevice copy: {copy / 1e9:.0f} GB/s", flush=True)
     mx.clear_cache()
     if arguments.latents:
-        latent_speed(copy, arguments.tune)
+        latent_speed(copy)
     else:
         speed(copy)
     print(f"[{time.perf_counter() - begin:.0f} s]")
-    if arguments.tune and not arguments.latents:
-        tune()
+    if arguments.tune:
+        (tune_latents if arguments.latents else tune)()
         print(f"[{time.perf_counter() - begin:.0f} s]")
 
 

@@ -100,9 +100,9 @@ UNROLL for (int t = 0; t < 2 * TILES; t++) {
 
 const float scale = float_of_bits(SCALE_BITS);
 
-// A simdgroup makes the weights of AT_ONCE heads at a time, a lane those of one head and key.
-constexpr int AT_ONCE = 32 / KEYS;
-constexpr int MINE = COLUMNS / (SG * AT_ONCE);
+// A simdgroup makes the weights of HEADS_AT_ONCE heads at a time, a lane those of one head and key.
+constexpr int HEADS_AT_ONCE = 32 / KEYS;
+constexpr int MINE = COLUMNS / (SG * HEADS_AT_ONCE);
 const int key = int(lane) % KEYS;
 float peak[MINE], total[MINE];
 UNROLL for (int h = 0; h < MINE; h++) {
@@ -172,7 +172,7 @@ for (int position = begin; position < end; position += KEYS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   UNROLL for (int h = 0; h < MINE; h++) {
-    const int column = (h * SG + sg) * AT_ONCE + int(lane) / KEYS;
+    const int column = (h * SG + sg) * HEADS_AT_ONCE + int(lane) / KEYS;
     float score = 0.0f;
     UNROLL for (int s = 0; s < SG; s++) score += partial[s][column][key];
     score = position + key < end ? score * FLOAT_LOG2E : -INFINITY;
@@ -219,7 +219,7 @@ for (int position = begin; position < end; position += KEYS) {
 const int out_row = SPLIT ? item : row;
 threadgroup float share[COLUMNS];
 UNROLL for (int h = 0; h < MINE; h++) {
-  const int column = (h * SG + sg) * AT_ONCE + int(lane) / KEYS;
+  const int column = (h * SG + sg) * HEADS_AT_ONCE + int(lane) / KEYS;
   float sum = total[h];
   UNROLL for (int mask = KEYS / 2; mask; mask >>= 1) sum += simd_shuffle_xor(sum, mask);
   if (key == 0) {
