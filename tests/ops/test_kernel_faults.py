@@ -23,7 +23,7 @@ from mlx_paged_attention.ops.paged_attention import plain_attention
 
 KV_HEADS, SIZE, DIM = 2, 16, 128
 FAR = 2**32 // (KV_HEADS * SIZE * DIM)
-LATENT_DIMS = (64, 16)
+LATENT_DIMS = (64, 64)
 FAR_LATENTS = 2**32 // (SIZE * LATENT_DIMS[1])
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^)]*\);")
 BODIES = [
