@@ -14,13 +14,16 @@ class RopeKey(mx.array):
 
     def __init__(self) -> None:
         super().__init__(mx.zeros((0,)))
+        self._turned = False
         self._queries: mx.array | None = None
 
     def swapaxes(self, axis1: int, axis2: int, *, stream: Any = None) -> "RopeKey":
         assert {axis1 % 4, axis2 % 4} == {2, 3}, "a model turns latent attention's keys in a way of its own"
+        self._turned = True
         return self
 
     def __rmatmul__(self, queries: mx.array) -> mx.array:
+        assert self._turned, "a model multiplies latent attention's keys in a way of its own"
         assert self._queries is None, "a model multiplies latent attention's keys twice"
         self._queries = queries
         return queries
