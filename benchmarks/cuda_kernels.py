@@ -274,7 +274,13 @@ def latent_speed(copy: float) -> None:
 def tune_latents() -> None:
     variants, targets = list(itertools.product((1, 2), (16, 32))), (None, 66, 132, 264, 528)
     print("\nµs by tiles of 16 heads x keys per step, and by threadgroups aimed for (None: the estimate's)")
-    for rows, context, heads in LATENT_GRID:
+    for rows, context, heads in (
+        (1, 4096, 16),
+        (1, 16384, 128),
+        (8, 4096, 16),
+        (8, 4096, 128),
+        (32, 4096, 32),
+    ):
         case = LatentSpeedCase(rows, context, heads)
         for tiles, keys in variants:
             latent.tiles, latent.keys_per_step = lambda *_, n=tiles: n, lambda *_, n=keys: n
