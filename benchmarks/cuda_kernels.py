@@ -1,10 +1,12 @@
 """The paged attention kernels on a real GPU: are they right, and how fast are they?
 
-    python benchmarks/cuda_kernels.py [--skip-check] [--tune]
+    python benchmarks/cuda_kernels.py [--skip-check] [--tune] [--latents]
 
 Checks a grid of shapes against a float64 computation, then times paged decode against MLX's attention
 over contiguous keys and values of the same tokens. Prints tables as it goes; takes under four minutes.
-Bandwidths count bytes of keys and values read; the copy's count bytes read and written.
+Bandwidths count bytes of keys and values read; the copy's count bytes read and written. With --latents it
+does the same for latent attention alone, in a minute: against what models do with latents that are
+gathered, and with latents that lie contiguous anyway.
 """
 
 import argparse
@@ -21,10 +23,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged_attention.kernel_check.decode_case import LSE_FACTOR, TOLERANCE, DecodeCase
+from mlx_paged_attention.kernel_check.latent_case import LatentCase
 from mlx_paged_attention.kernel_check.speed_case import SpeedCase, gap, seconds_per_call
-from mlx_paged_attention.ops.kernels.make import backend
+from mlx_paged_attention.ops.kernels import latent
+from mlx_paged_attention.ops.kernels.make import backend, upload
 from mlx_paged_attention.ops.kernels.order import no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
+from mlx_paged_attention.ops.kernels.work_list import work_list
+from mlx_paged_attention.ops.latent_attention import plain_latent_attention
+from mlx_paged_attention.ops.paged_attention import gather_blocks
 
 NAMES = {mx.float32: "fp32", mx.float16: "fp16", mx.bfloat16: "bf16"}
 
@@ -81,7 +88,23 @@ def pool_check() -> float:
     return error
 
 
-def check() -> None:
+def latent_checks() -> Iterator[tuple[str, Callable[[], tuple[mx.Dtype, float, float]]]]:
+    edges = [0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 523, 2011]
+    for dtype, heads, dims, size in (
+        (mx.bfloat16, 16, (512, 64), 16),
+        (mx.bfloat16, 128, (512, 64), 64),
+        (mx.float16, 40, (256, 32), 8),
+        (mx.float32, 20, (512, 64), 16),
+    ):
+        for target in (1, 64):
+
+            def run(dtype=dtype, heads=heads, dims=dims, size=size, target=target):
+                return dtype, *LatentCase.random(0, dtype, heads, dims, edges, size=size).errors(target)
+
+            yield f"{NAMES[dtype]} {heads} {dims} blocks of {size}{', in pieces' * (target > 1)}", run
+
+
+def check(checks: Iterator[tuple[str, Callable[[], tuple[mx.Dtype, float, float]]]]) -> None:
     print("\nRight? largest error / largest value, and error of the log-sum-exp", flush=True)
     failed = 0
     try:
@@ -91,7 +114,7 @@ def check() -> None:
     except Exception:
         failed += 1
         traceback.print_exc()
-    for name, run in decode_checks():
+    for name, run in checks:
         try:
             dtype, error, lse_error = run()
             good = error <= TOLERANCE[dtype] and lse_error <= LSE_FACTOR * TOLERANCE[dtype]
@@ -177,27 +200,122 @@ def tune() -> None:
         mx.clear_cache()
 
 
+class LatentSpeedCase:
+    """Random bfloat16 latents of 512 and 64 dimensions in a shuffled pool, enough to outgrow caches."""
+
+    def __init__(self, rows: int, context: int, heads: int) -> None:
+        width = context // 16
+        self.bytes = rows * context * (512 + 64) * 2
+        sets = max(1, min(8, (400 << 20) // self.bytes))
+        blocks = 1 + sets * rows * width
+        order = np.random.default_rng(0).permutation(np.arange(1, blocks, dtype=np.int32))
+        self.tables = [mx.array(table) for table in order.reshape(sets, rows, width)]
+        self.pools = [mx.random.normal((blocks, 1, 16, dim), mx.bfloat16) for dim in (512, 64)]
+        self.q = mx.random.normal((rows, heads, 1, 512), mx.bfloat16)
+        self.q_rope = mx.random.normal((rows, heads, 1, 64), mx.bfloat16) * 0.1
+        self.lens = np.full(rows, context, np.int32)
+        self.mask = mx.ones((rows, 1, 1, context), mx.bool_)
+        self.contiguous = [[gather_blocks(pool, table) for pool in self.pools] for table in self.tables]
+        mx.eval(self.pools, self.q, self.q_rope, self.mask, self.contiguous)
+
+    def chains(self, target: int | None = None) -> list[Callable[[int], mx.array]]:
+        """The kernel, what a model does with gathered latents, and with contiguous ones."""
+        each, lens = latent.latent_threadgroups_per_item(self.q, self.pools[0]), upload(self.lens)
+        work = work_list(self.lens, 1, block_size=16, threadgroups_per_item=each, target=target)
+
+        def paged(q, i):
+            return latent.latent_decode(q, self.q_rope, *self.pools, self.tables[i], lens, work, scale=0.1)[0]
+
+        def gathered(q, i):
+            latents, ropes = (gather_blocks(pool, self.tables[i]) for pool in self.pools)
+            return plain_latent_attention(q, self.q_rope, latents, ropes, self.mask, scale=0.1)
+
+        def contiguous(q, i):
+            return plain_latent_attention(q, self.q_rope, *self.contiguous[i], self.mask, scale=0.1)
+
+        def chain_of(call):
+            def chain(links: int) -> mx.array:
+                q = self.q
+                for i in range(links):
+                    q = call(q, i % len(self.tables))
+                return q
+
+            return chain
+
+        return [chain_of(call) for call in (paged, gathered, contiguous)]
+
+
+LATENT_GRID = list(itertools.product((1, 8, 32), (1024, 4096, 16384), (16, 32, 128)))
+
+
+def latent_speed(copy: float) -> None:
+    print(
+        "\nrows  context  heads | paged µs  GB/s  of copy | gathered µs  ratio | "
+        "contiguous µs  ratio | differ by"
+    )
+    for rows, context, heads in LATENT_GRID:
+        try:
+            case = LatentSpeedCase(rows, context, heads)
+            chains = case.chains()
+            apart = gap(chains[0](1), chains[2](1))
+            paged, gathered, contiguous = (seconds_per_call(chain, 0.1) for chain in chains)
+            print(
+                f"{rows:4} {context:8} {heads:6} | {paged * 1e6:8.1f} {case.bytes / paged / 1e9:5.0f} "
+                f"{case.bytes / paged / copy:7.1%}  | {gathered * 1e6:11.1f} {gathered / paged:6.2f} | "
+                f"{contiguous * 1e6:13.1f} {contiguous / paged:6.2f} | {apart:.0e}",
+                flush=True,
+            )
+        except Exception as e:
+            print(f"{rows:4} {context:8} {heads:6} failed: {str(e)[:500]}", flush=True)
+        case = chains = None
+        mx.clear_cache()
+
+
+def tune_latents() -> None:
+    variants, targets = list(itertools.product((1, 2), (16, 32))), (None, 66, 132, 264, 528)
+    print("\nµs by tiles of 16 heads x keys per step, and by threadgroups aimed for (None: the estimate's)")
+    for rows, context, heads in (
+        (1, 4096, 16),
+        (1, 16384, 128),
+        (8, 4096, 16),
+        (8, 4096, 128),
+        (32, 4096, 32),
+    ):
+        case = LatentSpeedCase(rows, context, heads)
+        for tiles, keys in variants:
+            latent.tiles, latent.keys_per_step = lambda *_, n=tiles: n, lambda *_, n=keys: n
+            times = (seconds_per_call(case.chains(target)[0], 0.04) * 1e6 for target in targets)
+            figures = "  ".join(f"{target}: {t:6.1f}" for target, t in zip(targets, times, strict=True))
+            print(f"{rows:4} {context:8} {heads:6} | {tiles} x {keys} | {figures}", flush=True)
+        case = None
+        mx.clear_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--skip-check", action="store_true", help="time only")
     parser.add_argument("--tune", action="store_true", help="also time other sizes of work lists")
+    parser.add_argument("--latents", action="store_true", help="latent attention, and nothing else")
     arguments = parser.parse_args()
     if backend() is None:
         parser.error("MLX has no GPU here")
     begin = time.perf_counter()
     print(f"mlx {mx.__version__}, {mx.device_info().get('device_name', '?')}, kernels for {backend()}")
     if not arguments.skip_check:
-        check()
+        check(latent_checks() if arguments.latents else decode_checks())
     print(f"[{time.perf_counter() - begin:.0f} s]")
     copy = copy_bandwidth()
     print(f"\nDevice copy: {copy / 1e9:.0f} GB/s", flush=True)
     mx.clear_cache()
-    speed(copy)
+    if arguments.latents:
+        latent_speed(copy)
+    else:
+        speed(copy)
     print(f"[{time.perf_counter() - begin:.0f} s]")
     if arguments.tune:
-        tune()
+        (tune_latents if arguments.latents else tune)()
         print(f"[{time.perf_counter() - begin:.0f} s]")
 
 

@@ -106,7 +106,8 @@ def touched(kernel: str, given: dict[str, mx.array], template: dict[str, Any]) -
     nothing: Slots = frozenset()
     if kernel in ("merge_splits", "join_rows"):
         return nothing, nothing
-    pool, size = address(given["k_pool"]), given["k_pool"].shape[2]
+    keys = given["latents" if kernel == "latent_decode" else "k_pool"]
+    pool, size = address(keys), keys.shape[2]
 
     def of_pool(slots: Any) -> Slots:
         return frozenset((pool, int(slot)) for slot in slots)
@@ -125,10 +126,10 @@ def touched(kernel: str, given: dict[str, mx.array], template: dict[str, Any]) -
         return of_blocks(given["source"]), of_blocks(given["target"])
     if kernel == "gather_kv":
         return of_positions(given["block_table"], *np.array(given["span"])[:2]), nothing
-    assert kernel == "paged_decode", f"nobody knows what {kernel} touches"
+    assert kernel in ("paged_decode", "latent_decode"), f"nobody knows what {kernel} touches"
     tables = np.array(given["block_tables"])
     lens = np.array(given["context_lens"]).reshape(len(tables), -1)
-    window = template["WINDOW"] or lens.max()
+    window = template.get("WINDOW") or lens.max()
     spans = ((row, max(0, length - window), length) for row in range(len(tables)) for length in lens[row])
     return nothing.union(*(of_positions(tables[row], *span) for row, *span in spans)), nothing
 

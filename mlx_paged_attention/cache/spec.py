@@ -11,7 +11,7 @@ class Plane:
     """One array of a layer's pool, without its leading axis.
 
     Attributes:
-        name: ``"k"`` or ``"v"`` for plain attention.
+        name: ``"k"`` or ``"v"`` for plain attention; ``"latent"`` or ``"rope"`` for latent attention.
         dtype: name of the stored type.
         shape: of keys and values per block, ``(kv_heads, block_size, head_dim)``.
     """
@@ -58,3 +58,8 @@ class LayerKVSpec:
     @property
     def bytes_per_block(self) -> int:
         return sum(plane.nbytes for plane in self.planes)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a latent stands in place of keys and values (MLA)."""
+        return self.planes[0].name == "latent"

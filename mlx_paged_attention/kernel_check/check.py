@@ -7,7 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged_attention.kernel_check.decode_case import LSE_FACTOR, TOLERANCE, DecodeCase, errors
-from mlx_paged_attention.kernel_check.jobs import DecodeJob, Job, JoinJob, MergeJob, PoolJob, SpeedJob
+from mlx_paged_attention.kernel_check.jobs import (
+    DecodeJob,
+    Job,
+    JoinJob,
+    LatentJob,
+    MergeJob,
+    PoolJob,
+    SpeedJob,
+)
+from mlx_paged_attention.kernel_check.latent_case import LatentCase
 from mlx_paged_attention.kernel_check.results import Checked, Failed, Result, Timed
 from mlx_paged_attention.kernel_check.speed_case import SpeedCase, gap, in_turns
 from mlx_paged_attention.ops.kernels.decode import merge_splits
@@ -25,6 +34,8 @@ def run(job: Job) -> Result:
         match job:
             case DecodeJob():
                 return _decode(job)
+            case LatentJob():
+                return _latent(job)
             case MergeJob():
                 return _merge(job)
             case JoinJob():
@@ -56,6 +67,16 @@ def _decode(job: DecodeJob) -> Result:
     # With a capacity results are merged even where a window leaves one piece.
     target, capacity = (64, 64) if job.split else (1, None)
     got = case.attend(target, capacity, picked=job.picked)
+    return _compare(got, case.expected(), TOLERANCE[dtype])
+
+
+def _latent(job: LatentJob) -> Result:
+    size, dtype = job.block_size, getattr(mx, job.dtype)
+    contexts = [0, 1, size - 1, size, size + 1, 300]
+    case = LatentCase.random(0, dtype, job.heads, job.dims, contexts, size=size)
+    if job.stored is not None:
+        case.latents, case.ropes = (x.astype(getattr(mx, job.stored)) for x in (case.latents, case.ropes))
+    got = case.attend(target=64, capacity=64) if job.split else case.attend(target=1)
     return _compare(got, case.expected(), TOLERANCE[dtype])
 
 

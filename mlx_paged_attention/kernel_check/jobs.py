@@ -82,6 +82,36 @@ class JoinJob(msgspec.Struct, frozen=True, tag=True):
         return f"join_rows {self.dtype}"
 
 
+class LatentJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Compile ``latent_decode`` and compare it with attention in float64.
+
+    Attributes:
+        dtype: of the queries, the result and the pool.
+        dims: (latent_dim, rope_dim).
+        split: cut the contexts into pieces, so that results must be merged.
+        stored: the pool's type, where it is not ``dtype``.
+    """
+
+    dtype: DType
+    heads: int
+    dims: tuple[int, int] = (512, 64)
+    block_size: int = 16
+    split: bool = True
+    stored: DType | None = None
+
+    @property
+    def name(self) -> str:
+        latent_dim, rope_dim = self.dims
+        parts = [
+            f"latent_decode {self.dtype}",
+            f"{self.heads} heads over {latent_dim} and {rope_dim}",
+            f"blocks of {self.block_size}",
+            "in pieces" if self.split else "whole",
+            self.stored and f"stored as {self.stored}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
 class PoolJob(msgspec.Struct, frozen=True, tag=True):
     """Compile a kernel that moves keys and values, and look for anything out of place."""
 
@@ -116,7 +146,7 @@ class SpeedJob(msgspec.Struct, frozen=True, tag=True):
         return 2 * self.rows * self.context * self.kv_heads * self.head_dim * 2
 
 
-Job = DecodeJob | MergeJob | JoinJob | PoolJob | SpeedJob
+Job = DecodeJob | LatentJob | MergeJob | JoinJob | PoolJob | SpeedJob
 
 
 def _dims(keys: int, values: int) -> str:
@@ -128,7 +158,15 @@ def all_jobs(backend: str) -> list[Job]:
     # On CUDA paged_decode merges by itself.
     merges = list(merge_jobs()) if backend == "metal" else []
     joins = map(JoinJob, TYPES)
-    return [*pool_jobs(), *decode_grid(), *decode_extras(), *merges, *joins, *speed_jobs()]
+    return [
+        *pool_jobs(),
+        *decode_grid(),
+        *decode_extras(),
+        *latent_jobs(),
+        *merges,
+        *joins,
+        *speed_jobs(),
+    ]
 
 
 def decode_grid() -> Iterator[DecodeJob]:
@@ -161,6 +199,16 @@ def decode_extras() -> Iterator[DecodeJob]:
     yield DecodeJob(dtype="bfloat16", heads=(16, 8, 128, 128), queries=16, picked=True)
     yield DecodeJob(dtype="float16", heads=(8, 2, 80, 80), picked=True)
     yield DecodeJob(dtype="float32", heads=(8, 2, 64, 64), stored="bfloat16")
+
+
+def latent_jobs() -> Iterator[LatentJob]:
+    """Every type, block size and size of latent that models have; heads for one threadgroup, and for more."""
+    yield LatentJob(dtype="bfloat16", heads=16)
+    yield LatentJob(dtype="bfloat16", heads=128, block_size=64, split=False)
+    yield LatentJob(dtype="float16", heads=40, block_size=32)
+    yield LatentJob(dtype="float16", heads=32, dims=(256, 32), block_size=8, split=False)
+    yield LatentJob(dtype="float32", heads=20, block_size=8)
+    yield LatentJob(dtype="float32", heads=16, dims=(256, 64), split=False, stored="bfloat16")
 
 
 def merge_jobs() -> Iterator[MergeJob]:

@@ -71,6 +71,12 @@ class ModelCacheSpec:
     query_heads: int = UNKNOWN_HEADS
 
     @property
+    def latents(self) -> bool:
+        """Whether all attention is latent: a model that looks at other things, too, such as an index of
+        which latents to attend to, has to do so itself."""
+        return bool(self.kinds) and all(kind == "latent" for kind in self.kinds)
+
+    @property
     def dtype(self) -> str:
         """That the model computes in."""
         kept: list[LayerKVSpec | StateSpec] = [*self.layers, *self.states]
@@ -194,7 +200,8 @@ def _numbered(entry: CacheEntry, numbers: Sequence[int | None]) -> CacheEntry:
 def _layer(watched: WatchedCache, block_size: int) -> LayerKVSpec:
     entry = watched.entry
     planes = []
-    for name, array in (("k", entry.keys), ("v", entry.values)):
+    names = ("latent", "rope") if _kind(watched) == "latent" else ("k", "v")
+    for name, array in zip(names, (entry.keys, entry.values), strict=True):
         _, kv_heads, _, head_dim = array.shape
         planes.append(Plane(name, _name(array), (kv_heads, block_size, head_dim)))
     window = watched.window

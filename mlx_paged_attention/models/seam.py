@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from mlx_paged_attention.models.forward import ForwardContext
+from mlx_paged_attention.models.rope_key import RopeKey
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.layer import AttentionLayer
 
@@ -38,14 +39,22 @@ class UnusedCache:
     Args:
         dense: the model applies its masks itself.
         one_row: forward passes have one row, whose offset is a number, as some models need.
+        latent: as ``dense`` for runs of tokens, but not for single ones.
     """
 
     window: int | None = None
 
-    def __init__(self, context: ForwardContext, *, dense: bool, one_row: bool = False) -> None:
+    def __init__(
+        self, context: ForwardContext, *, dense: bool, one_row: bool = False, latent: bool = False
+    ) -> None:
         self._context = context
         self._dense = dense
         self._one_row = one_row
+        self._latent = latent
+
+    def _is_dense(self, queries: int) -> bool:
+        """Whether the model attends by itself with so many queries per row."""
+        return self._dense or (self._latent and queries > 1)
 
     @property
     def offset(self) -> mx.array | int:
@@ -54,10 +63,10 @@ class UnusedCache:
         return int(batch.starts[0]) if self._one_row else batch.offsets
 
     def make_mask(
-        self, _queries: int, return_array: bool = False, window_size: int | None = None
+        self, queries: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
         """``None``, as our attention masks by position; a boolean mask for dense attention."""
-        if not self._dense:
+        if not self._is_dense(queries):
             return None
         return self._context.current().mask(window_size or self.window)
 
@@ -78,6 +87,11 @@ class PagedLayerCache(UnusedCache):
     finds the pool through them. With ``dense=True`` it writes, and returns the rows' whole
     context gathered, for models that compute attention themselves.
 
+    With ``latent=True`` keys are latents, and values their part for the rope. Models make keys and values
+    for all heads of them for a run of tokens, for which they are gathered. For single tokens they use
+    latents as both keys and values, with ``q_rope @ rope`` as mask: what stands in for the rope's part
+    gives them the queries of that product in place of the product, and attention finds the pool.
+
     Args:
         group: the layer group whose blocks the layer's keys and values are in.
     """
@@ -91,24 +105,29 @@ class PagedLayerCache(UnusedCache):
         *,
         dense: bool,
         one_row: bool = False,
+        latent: bool = False,
         group: int = 0,
     ) -> None:
-        super().__init__(context, dense=dense, one_row=one_row)
+        super().__init__(context, dense=dense, one_row=one_row, latent=latent)
         self.layer = layer
         self._group = group
         self.window = layer.spec.window
         self._new: tuple[mx.array, mx.array] | None = None
+        self._rope_key: RopeKey | None = None
         self._attended = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take ``[rows, kv_heads, queries, head_dim]``; return what attention is to be called with."""
-        if self._dense:
+        if self._is_dense(keys.shape[2]):
             batch = self._batch()
             self.layer.write(keys, values, batch)
             return self.layer.gather_rows(batch)
         assert self._new is None, "a layer's cache was updated twice in one forward pass"
         self._new = (keys, values)
         waiting_for_attention[id(keys)] = self
+        if self._latent:
+            self._rope_key = RopeKey()
+            return keys, self._rope_key
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -123,6 +142,11 @@ class PagedLayerCache(UnusedCache):
         assert self._new is not None, "attention before update_and_fetch"
         keys, values = self._new
         batch = self._batch()
+        if self._rope_key is not None:
+            assert not self._attended, "latents were attended to twice"
+            self._attended = True
+            rope_queries = self._rope_key.queries_behind(mask)
+            return self.layer.attend_latents(queries, rope_queries, keys, values, batch, scale=scale)
         if self._attended:  # by another layer: they are in the pool
             return self.layer.attend_written(queries, keys, values, batch, scale=scale, sinks=sinks)
         self._attended = True
@@ -134,7 +158,7 @@ class PagedLayerCache(UnusedCache):
     def settle(self) -> bool:
         """End a forward: forget the new keys. False if attention never came for them."""
         new, attended = self._new, self._attended
-        self._new, self._attended = None, False
+        self._new, self._rope_key, self._attended = None, None, False
         if new is None:
             return True
         waiting_for_attention.pop(id(new[0]), None)

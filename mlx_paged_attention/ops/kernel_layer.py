@@ -9,6 +9,11 @@ from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.kernels.decode import paged_decode, supports, threadgroups_per_item
 from mlx_paged_attention.ops.kernels.join import join_rows
+from mlx_paged_attention.ops.kernels.latent import (
+    latent_decode,
+    latent_threadgroups_per_item,
+    supports_latents,
+)
 from mlx_paged_attention.ops.kernels.make import backend
 from mlx_paged_attention.ops.kernels.order import Order, no_token
 from mlx_paged_attention.ops.kernels.pool import copy_blocks, gather_kv, write_kv
@@ -39,7 +44,8 @@ class KernelLayer(AttentionLayer):
         """Whether kernels run here, and there are some for such planes."""
         (_, block_size, head_dim), (_, _, v_dim) = (plane.shape for plane in spec.planes)
         stored = getattr(mx, spec.planes[0].dtype)
-        return backend() is not None and supports(stored, block_size, head_dim, v_dim)
+        known = supports_latents if spec.is_latent else supports
+        return backend() is not None and known(stored, block_size, head_dim, v_dim)
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +99,30 @@ class KernelLayer(AttentionLayer):
         if batch.singles_only:
             return self.attend_in_place(queries, batch, scale, sinks)
         return self._attend_packed(queries, keys, values, Packing.of(batch), scale, sinks)
+
+    def attend_latents(
+        self,
+        queries: mx.array,
+        rope_queries: mx.array,
+        latents: mx.array,
+        ropes: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+    ) -> mx.array:
+        self.write(latents, ropes, batch)
+        out, _, self.order.token = latent_decode(
+            queries,
+            rope_queries,
+            self.k,
+            self.v,
+            batch.device_tables,
+            batch.device_context_lens,
+            batch.work(latent_threadgroups_per_item(queries, self.k), None),
+            scale=scale,
+            after=self.order.token,
+        )
+        return out
 
     def _attend_packed(
         self,

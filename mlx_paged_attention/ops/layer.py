@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_paged_attention.cache.spec import LayerKVSpec
 from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.chunk import chunk_attention
+from mlx_paged_attention.ops.latent_attention import plain_latent_attention
 
 # Up to this many queries of one sequence, attention reads the blocks in place; beyond, gathering
 # them once and running MLX's dense attention is cheaper than re-reading them for every query.
@@ -129,6 +130,32 @@ class AttentionLayer(ABC):
         if batch.rows > 1 or batch.queries <= SHORT_QUERIES:
             return self.attend_in_place(queries, batch, scale, sinks)
         return self.attend_gathered(queries, keys, values, batch, scale, sinks)
+
+    def attend_latents(
+        self,
+        queries: mx.array,
+        rope_queries: mx.array,
+        latents: mx.array,
+        ropes: mx.array,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+    ) -> mx.array:
+        """Write the new latents, then attend to all, which are keys and values at once (MLA).
+
+        Args:
+            queries: ``[rows, heads, 1, latent_dim]``.
+            rope_queries: ``[rows, heads, 1, rope_dim]``, scaled.
+            latents, ropes: the new tokens', ``[rows, 1, 1, dim]``, stored as keys and values.
+            scale: factor of ``queries @ latents``.
+
+        Returns:
+            ``[rows, heads, 1, latent_dim]`` in the queries' type.
+        """
+        self.write(latents, ropes, batch)
+        keys, rope_keys = self.gather_rows(batch)
+        mask = batch.mask(None)
+        return plain_latent_attention(queries, rope_queries, keys, rope_keys, mask, scale=scale)
 
     def attend_gathered(
         self,

@@ -225,15 +225,18 @@ class ModelRunner:
         self._pool = pool
         self._layout = layout
         context, dense, one_row = host.context, layout.dense, not layout.batch_rows
+        latent = spec.latents and not dense
         group_of = pool.group_of
         layers = [
-            PagedLayerCache(layer, context, dense=dense, one_row=one_row, group=group_of[index])
+            PagedLayerCache(
+                layer, context, dense=dense, one_row=one_row, latent=latent, group=group_of[index]
+            )
             for index, layer in enumerate(pool.layers)
         ]
         self._states = StatePool([state.num_arrays for state in spec.states])
-        unused = UnusedCache(context, dense=dense, one_row=one_row)
+        unused = UnusedCache(context, dense=dense, one_row=one_row, latent=latent)
         # A model's own attention holds [heads, queries, positions] scores.
-        self._most_scores = MAX_SCORES_BYTES // (4 * spec.query_heads) if layout.dense else None
+        self._most_scores = MAX_SCORES_BYTES // (4 * spec.query_heads) if dense or latent else None
         self._cache = ModelCache(spec.make_cache(layers, self._states.caches, unused), layers)
         self._rows: dict[str, RunnerRow] = {}
         self._windows = [group.window for group in pool.groups]

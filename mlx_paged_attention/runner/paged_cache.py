@@ -40,8 +40,8 @@ _NOT_TO_BE_SAVED = _NotToBeSaved()
 class PagedKVCache(PagedLayerCache):
     """One layer's cache of one sequence, in the place of mlx-lm's ``KVCache``."""
 
-    def __init__(self, layer: AttentionLayer, sequence: "_Sequence", *, dense: bool) -> None:
-        super().__init__(layer, sequence, dense=dense)
+    def __init__(self, layer: AttentionLayer, sequence: "_Sequence", *, dense: bool, latent: bool) -> None:
+        super().__init__(layer, sequence, dense=dense, latent=latent)
         self._sequence = sequence
         self._length = 0
 
@@ -91,7 +91,8 @@ class PagedKVCache(PagedLayerCache):
 
     def __deepcopy__(self, memo: Any) -> "PagedKVCache":
         """A fork: a cache with the same tokens that goes its own way, see :func:`make_paged_cache`."""
-        fork = PagedKVCache(self.layer, copy.deepcopy(self._sequence, memo), dense=self._dense)
+        sequence = copy.deepcopy(self._sequence, memo)
+        fork = PagedKVCache(self.layer, sequence, dense=self._dense, latent=self._latent)
         fork._length = self._length
         return fork
 
@@ -218,7 +219,8 @@ def _caches(spec: ModelCacheSpec, max_tokens: int, *, dense: bool) -> tuple[list
     )
     pool = make_pool(spec, num_blocks, host=on_host)
     sequence = _Sequence(pool, BlockTable.in_new_pool(num_blocks, spec.block_size), max_tokens, [])
-    layers = [PagedKVCache(layer, sequence, dense=dense) for layer in pool.layers]
+    latent = spec.latents and not dense
+    layers = [PagedKVCache(layer, sequence, dense=dense, latent=latent) for layer in pool.layers]
     states = [ArraysCache(state.num_arrays) for state in spec.states]
     return spec.make_cache(layers, states, KVCache()), layers
 

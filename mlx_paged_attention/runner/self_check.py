@@ -77,6 +77,8 @@ def _candidates(spec: ModelCacheSpec, *, on_host: bool) -> Iterator[Layout]:
             continue  # only the model itself knows its mask
         if spec.states and layout.pack:
             continue  # a row is not a sequence there
+        if spec.latents and layout.pack:
+            continue  # a run of tokens makes keys and values of the latents, once for all
         if compiles and not layout.dense:
             yield layout.with_compiled_steps()
         yield layout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged_attention.kernel_check import check
-from mlx_paged_attention.kernel_check.jobs import DecodeJob, MergeJob, PoolJob, SpeedJob, all_jobs
+from mlx_paged_attention.kernel_check.jobs import DecodeJob, LatentJob, MergeJob, PoolJob, SpeedJob, all_jobs
 from mlx_paged_attention.kernel_check.results import Checked, Failed, Timed
 from mlx_paged_attention.kernel_check.speed_case import SpeedCase, gap, in_turns
 
@@ -20,6 +20,8 @@ JOBS = [
     MergeJob("float16", 64, sinks=True),
     MergeJob("float32", 80, sinks=False),
     *(PoolJob(kernel, "bfloat16", 64, 48, 8) for kernel in ("write_kv", "copy_blocks", "gather_kv")),
+    LatentJob(dtype="bfloat16", heads=4, dims=(64, 16), block_size=8),
+    LatentJob(dtype="float32", heads=4, dims=(64, 16), stored="bfloat16", split=False),
 ]
 
 pytestmark = pytest.mark.usefixtures("emulator")
@@ -62,6 +64,9 @@ FAULTS = [
     (JOBS[6], "write_kv.metal", "slot >= BS", "slot >= 0"),
     (JOBS[7], "copy_blocks.metal", "if (at < VALUE_BYTES / 16)", "if (at < VALUE_BYTES / 16 - 1)"),
     (JOBS[8], "gather_kv.metal", "position % BS;", "index % BS;"),
+    (JOBS[9], "latent_decode.metal", "if (dim < DR) {", "if (dim < 8) {"),
+    (JOBS[9], "latent_decode.metal", "if (position + 8 * i + r >= end)", "if (false)"),
+    (JOBS[10], "latent_decode.metal", "position + key < end ?", "position + key < end - 1 ?"),
 ]
 
 

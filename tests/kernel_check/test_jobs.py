@@ -13,11 +13,13 @@ from mlx_paged_attention.kernel_check.jobs import (
     DecodeJob,
     Job,
     JoinJob,
+    LatentJob,
     MergeJob,
     PoolJob,
     SpeedJob,
     all_jobs,
     decode_grid,
+    latent_jobs,
     merge_jobs,
     pool_jobs,
 )
@@ -48,12 +50,20 @@ def test_merging_is_checked_for_every_head_size_and_type_with_and_without_sinks(
     assert {(j.dtype, j.sinks) for j in merge_jobs()} == set(itertools.product(TYPES, (False, True)))
 
 
+def test_latents_are_checked_for_every_type_and_block_size_whole_and_in_pieces():
+    jobs = list(latent_jobs())
+    assert {job.dtype for job in jobs} == set(TYPES)
+    assert {job.block_size for job in jobs} == set(BLOCK_SIZES)
+    assert {(job.heads > 32, job.split) for job in jobs} == set(itertools.product((False, True), repeat=2))
+
+
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_a_failure_is_found_by_its_name(backend):
     jobs = all_jobs(backend)
     assert len({job.name for job in jobs}) == len(jobs)
     kinds = {type(job) for job in jobs}
-    assert kinds == {DecodeJob, JoinJob, PoolJob, SpeedJob} | ({MergeJob} if backend == "metal" else set())
+    merges = {MergeJob} if backend == "metal" else set()
+    assert kinds == {DecodeJob, JoinJob, LatentJob, PoolJob, SpeedJob} | merges
     names = "\n".join(job.name for job in jobs)
     for words in (
         "5 queries",

@@ -87,16 +87,18 @@ LATENT_ROWS: dict[str, dict[str, Any]] = {
         "emb_neighbor_num": 3,
         "emb_split_num": 2,
     },
+    # Keys and values for all heads are kept: 32 and 16 dimensions, which the kernels know.
     "minicpm3": {
         **LATENT,
+        "qk_rope_head_dim": 16,
         "num_key_value_heads": 4,
         "dim_model_base": 32,
         "scale_depth": 1.4,
         "scale_emb": 4.0,
         "rope_scaling": {
             "type": "longrope",
-            "long_factor": [4.0] * 4,
-            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 8,
+            "short_factor": [1.0] * 8,
             "original_max_position_embeddings": 32,
         },
     },

@@ -19,7 +19,7 @@ from mlx_paged_attention.engine import loading
 from mlx_paged_attention.ops import packing
 
 # Windows, and keys shared between layers; layer groups, with and without sinks; a window in
-# the mask alone; layers run twice; states; both kinds.
+# the mask alone; layers run twice; states; both kinds; latents, beside states, expanded before they are kept.
 MODELS = {
     "gemma3_text": "packed rows, compiled",
     "gpt_oss": "packed rows, compiled",
@@ -28,6 +28,11 @@ MODELS = {
     "iquestloopcoder": "packed rows, compiled",
     "jamba": "row layout",
     "falcon_h1": "row layout",
+    "deepseek_v3": "row layout, compiled",
+    "glm4_moe_lite": "row layout, compiled",
+    "mistral4": "row layout, compiled",
+    "kimi_linear": "row layout",
+    "minicpm3": "packed rows, compiled",
 }
 FEATURES = (ragged_batch, chunked_prefill, prefix_hit, preemption, fork)
 

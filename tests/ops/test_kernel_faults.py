@@ -13,6 +13,7 @@ import pytest
 from emulated_kernels import emulated_kernels
 from emulator import KernelError, SparseArray
 
+from mlx_paged_attention.kernel_check.latent_case import LatentCase
 from mlx_paged_attention.ops.kernels import make
 from mlx_paged_attention.ops.kernels.decode import paged_decode, threadgroups_per_item
 from mlx_paged_attention.ops.kernels.order import no_token
@@ -22,6 +23,8 @@ from mlx_paged_attention.ops.paged_attention import plain_attention
 
 KV_HEADS, SIZE, DIM = 2, 16, 128
 FAR = 2**32 // (KV_HEADS * SIZE * DIM)
+LATENT_DIMS = (64, 64)
+FAR_LATENTS = 2**32 // (SIZE * LATENT_DIMS[1])
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^)]*\);")
 BODIES = [
     file.name
@@ -73,6 +76,32 @@ BUGS = {
     ),
     "a piece too few": ("merge_splits.metal", "base < count", "base < count - 1"),
     "a piece's weight of another": ("merge_splits.metal", "shuffle(weight, j)", "shuffle(weight, j + 1)"),
+    "the block after, of latents": (
+        "latent_decode.metal",
+        "shuffle(table, at / BS - table_begin)",
+        "shuffle(table, at / BS - table_begin + 1)",
+    ),
+    "a latent's index cut to 32 bits": (
+        "latent_decode.metal",
+        "latents + line * DV",
+        "latents + int(line * DV)",
+    ),
+    "a rope's index cut to 32 bits": ("latent_decode.metal", "ropes + line * DR", "ropes + int(line * DR)"),
+    "results that are not shrunk": (
+        "latent_decode.metal",
+        "result[t][p][i] *= i < 2 ? top : bottom",
+        "result[t][p][i] *= i < 2 ? top : 1.0f",
+    ),
+    "a simdgroup's scores left out": (
+        "latent_decode.metal",
+        "for (int s = 0; s < SG; s++) score +=",
+        "for (int s = 1; s < SG; s++) score +=",
+    ),
+    "weights of the first step for all": (
+        "latent_decode.metal",
+        "position + key < end ?",
+        "begin + key < end ?",
+    ),
     "a slot's line cut to 32 bits": ("write_kv.metal", "const size_t line", "const int line"),
     "the slot after": ("write_kv.metal", "* BS + slot % BS", "* BS + (slot + 1) % BS"),
     "a copy from an index cut to 32 bits": ("copy_blocks.metal", "const size_t from", "const uint from"),
@@ -124,6 +153,25 @@ def error():
     return np.max(errors)
 
 
+def latent_error():
+    """The same of latent attention."""
+    case = LatentCase.random(0, mx.float16, 4, LATENT_DIMS, [70, 20], size=SIZE)
+    expected, _ = case.expected()
+    for name in ("latents", "ropes"):
+        near = np.array(getattr(case, name))
+        far = SparseArray((FAR_LATENTS + 16, *near.shape[1:]), mx.float16, np.float16)
+        far.array[FAR_LATENTS:] = np.nan
+        far.array[FAR_LATENTS : FAR_LATENTS + len(near)] = near
+        setattr(case, name, far)
+    case.tables = case.tables + np.int32(FAR_LATENTS)
+    return np.max([np.abs(case.attend(target)[0] - expected).max() for target in (1, 64)])
+
+
+def error_of(body):
+    """That a fault in a file would show in."""
+    return latent_error() if body == "latent_decode.metal" else error()
+
+
 @pytest.fixture
 def plant(monkeypatch):
     """Replaces part of a kernel's text, by position."""
@@ -140,6 +188,7 @@ def plant(monkeypatch):
 
 def test_without_a_fault_all_is_right_in_pools_of_more_than_2_to_the_32_elements(plant):
     assert error() <= 2e-3
+    assert latent_error() <= 4e-3
 
 
 @pytest.mark.parametrize(("body", "index"), BARRIERS)
@@ -148,7 +197,7 @@ def test_a_barrier_that_is_missing_or_too_weak_is_reported(plant, body, index, i
     place = list(BARRIER.finditer(make.source(body)))[index]
     plant(body, *place.span(), WEAKER.get(instead, ""))
     with pytest.raises(KernelError, match=r"(uninitialised|data race on) threadgroup memory"):
-        error()
+        error_of(body)
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -158,7 +207,7 @@ def test_a_bug_is_reported_or_gives_a_wrong_result(plant, bug):
     assert text.count(right) == 1
     plant(body, text.index(right), text.index(right) + len(right), wrong)
     try:
-        wrong_by = error()
+        wrong_by = error_of(body)
     except KernelError:
         return
     assert not wrong_by <= 2e-2

@@ -24,9 +24,12 @@ BLOCK_SIZE = 8
 class Model:
     """Two layers on kernels, one with a window, and nothing else."""
 
+    kv_heads = 2
+    names = ("k", "v")
+
     def __init__(self, layers=2):
         self.order = Order()
-        planes = tuple(Plane(name, "float32", (2, BLOCK_SIZE, 16)) for name in "kv")
+        planes = tuple(Plane(name, "float32", (self.kv_heads, BLOCK_SIZE, 16)) for name in self.names)
         self.layers = [
             KernelLayer(LayerKVSpec(planes, 9 if i % 2 else None), 20, self.order) for i in range(layers)
         ]
@@ -39,13 +42,30 @@ class Model:
         at = starts[:, None] + np.arange(queries)
         slots = np.take_along_axis(tables, at // BLOCK_SIZE, axis=1) * BLOCK_SIZE + at % BLOCK_SIZE
         batch = AttentionBatch(starts, queries, slots.reshape(-1).astype(np.int64), tables, BLOCK_SIZE)
-        q, kv = (mx.zeros((len(starts), heads, queries, 16)) for heads in (4, 2))
+        q, kv = (mx.zeros((len(starts), heads, queries, 16)) for heads in (4, self.kv_heads))
         for layer in self.layers:
-            layer.attend(q, kv, kv, batch, scale=1.0)
+            self.attend(layer, q, kv, batch)
+
+    def attend(self, layer, q, kv, batch):
+        layer.attend(q, kv, kv, batch, scale=1.0)
 
     def copy(self, source, target):
         for layer in self.layers:
             layer.copy([source], [target])
+
+
+class LatentModel(Model):
+    """The same on latents; a run of tokens is gathered, for the model's own attention."""
+
+    kv_heads = 1
+    names = ("latent", "rope")
+
+    def attend(self, layer, q, kv, batch):
+        if batch.queries == 1:
+            layer.attend_latents(q, q, kv, kv, batch, scale=1.0)
+        else:
+            layer.write(kv, kv, batch)
+            layer.gather_rows(batch)
 
 
 def decode_steps(model):
@@ -86,16 +106,20 @@ def test_after_a_failure_nothing_waits_for_what_cannot_be_computed():
 PROGRAMS = [decode_steps, recycled_blocks, copy_on_write, a_prompt_in_chunks, shared_prefix_in_one_step]
 
 
-def record(program, forgetful=()):
+MODELS = pytest.mark.parametrize("model", [Model, LatentModel])
+
+
+def record(program, forgetful=(), model=Model):
     """What a program dispatches; kernels named ``forgetful`` are not given their token."""
     with recording() as dispatches:
-        program(Model())
+        program(model())
     return [d.without_token() if d.kernel in forgetful else d for d in dispatches]
 
 
+@MODELS
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_accesses_to_the_same_slots_never_overlap(program):
-    assert hazards(record(program)) == []
+def test_accesses_to_the_same_slots_never_overlap(program, model):
+    assert hazards(record(program, model=model)) == []
 
 
 @pytest.mark.parametrize(
@@ -114,9 +138,16 @@ def test_a_token_that_a_kernel_never_takes_is_found(program, kernel):
     assert any(kernel in pair for pair in found)
 
 
+@pytest.mark.parametrize("program", [decode_steps, shared_prefix_in_one_step])
+def test_a_token_that_latents_are_read_without_is_found(program):
+    found = hazards(record(program, ["latent_decode"], LatentModel))
+    assert any("latent_decode" in pair for pair in found)
+
+
+@MODELS
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_token_left_out_once_is_found(program):
-    silent, tried = unnoticed(record(program))
+def test_a_token_left_out_once_is_found(program, model):
+    silent, tried = unnoticed(record(program, model=model))
     assert silent == []
     assert tried >= 3
 

@@ -143,8 +143,8 @@ def paged_decode(
         ("SG", SIMDGROUPS),
         ("WINDOW", window or 0),
         ("SOFTCAP", softcap is not None),
-        ("SCALE_BITS", _bits(scale)),
-        ("CAP_BITS", _bits(softcap or 0.0)),
+        ("SCALE_BITS", float_bits(scale)),
+        ("CAP_BITS", float_bits(softcap or 0.0)),
         ("SINKS", sinks is not None),
         ("PICKED", 0 if picked is None else queries),
         ("SPLIT", work.split),
@@ -184,7 +184,7 @@ def paged_decode(
     return out if queries == 1 else out.swapaxes(1, 2), lse, token
 
 
-def _bits(x: float) -> int:
+def float_bits(x: float) -> int:
     """A float32's bits as an int32."""
     return int(np.float32(x).view(np.int32))
 

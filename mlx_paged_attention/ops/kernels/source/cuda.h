@@ -247,19 +247,24 @@ FUNC int shuffle(int v, int lane) {
   return __shfl_sync(0xffffffffu, v, lane);
 }
 
-// A lane's pair of a result, as the same matrix in the place of a right operand: transposed.
+// A lane's pair of any matrix, as the same matrix in the place of a right operand: transposed.
 template <typename M>
-FUNC Pair<M> as_right(float x, float y, uint lane) {
+FUNC Pair<M> pair_as_right(Pair<M> pair, uint lane) {
   if constexpr (sizeof(M) == 4) {
     const int from = matrix_column(lane) * 4 + matrix_row(lane) / 2;
-    const float x0 = shuffle(x, from), y0 = shuffle(y, from);
-    const float x1 = shuffle(x, from + 4), y1 = shuffle(y, from + 4);
+    const float x0 = shuffle(pair.x, from), y0 = shuffle(pair.y, from);
+    const float x1 = shuffle(pair.x, from + 4), y1 = shuffle(pair.y, from + 4);
     return matrix_row(lane) % 2 ? make_float2(y0, y1) : make_float2(x0, x1);
   } else {
-    uint p = make_pair<M>(x, y);
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(p));
-    return p;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+    return pair;
   }
+}
+
+// A lane's pair of a result, likewise.
+template <typename M>
+FUNC Pair<M> as_right(float x, float y, uint lane) {
+  return pair_as_right<M>(make_pair<M>(x, y), lane);
 }
 
 FUNC float simd_shuffle_xor(float v, int mask) {

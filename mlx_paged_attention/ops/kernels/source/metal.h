@@ -124,6 +124,12 @@ FUNC float2 as_right(float x, float y, uint lane) {
   return float2(x, y);
 }
 
+// A lane's pair of any matrix, as the same matrix in the place of a right operand.
+template <typename M>
+FUNC float2 pair_as_right(float2 pair, uint lane) {
+  return pair;
+}
+
 FUNC float max_over_rows(float v) {
   v = max(v, simd_shuffle_xor(v, ushort(2)));
   v = max(v, simd_shuffle_xor(v, ushort(4)));
