@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.config import Env
 
 from mlx_paged_attention import __version__
@@ -64,6 +64,9 @@ def run(arguments: Sequence[str]) -> int:
         return command(*bound.args, **bound.kwargs) or 0
     except UnknownOptionError as error:
         return _refuse(f"{error}{_prompt_hint(error, arguments)}")
+    except UnusedCliTokensError as error:
+        name, extra = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
+        return _refuse(f"{name} does not take {extra!r}; see mlx-paged {name} --help")
     except InvalidRequestError as error:
         return _refuse(Settings(app, _COMMANDS).in_own_words(error, arguments, os.environ))
     except (CycloptsError, MlxPagedError) as error:
