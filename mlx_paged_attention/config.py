@@ -77,12 +77,9 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None:
             _at_least("num_blocks", self.num_blocks, 2)
-        if not isinstance(self.kv_memory, float):
-            if self.kv_memory is not None:
-                _at_least("kv_memory", self.kv_memory, 1)
-        elif not 0 < self.kv_memory <= 1:
+        if self.kv_memory is not None and not _is_memory(self.kv_memory):
             raise InvalidRequestError(
-                "kv_memory must be bytes (an integer) or a fraction above 0 and up to 1, "
+                "kv_memory must be bytes (an integer of at least 1) or a fraction above 0.0 and up to 1.0, "
                 f"not {self.kv_memory!r}",
                 "kv_memory",
             )
@@ -127,6 +124,13 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequestError(f"{name} must be an integer of at least {least}, not {value!r}", name)
+
+
+def _is_memory(value: object) -> bool:
+    """Whether it is a number of bytes, or a fraction."""
+    if isinstance(value, float):
+        return 0 < value <= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _seconds(name: str, value: object) -> None:

@@ -70,8 +70,9 @@ def _map(view: BlocksView, letters: Mapping[str, str], width: int) -> list[str]:
         chunks = (signs[i : i + per_sign] for i in range(0, len(signs), per_sign))
         signs = "".join(Counter(chunk).most_common(1)[0][0] for chunk in chunks)
     rows = [signs[i : i + width] for i in range(0, len(signs), max(1, width))]
+    legend = f"{_LEGEND}, # another's" if _SIGNS["used"] in signs else _LEGEND
     left_out = f"; {counted(view.blocks_left_out, 'more block')} not shown" if view.blocks_left_out else ""
-    return ["", f"map       {counted(per_sign, 'block')} a sign: {_LEGEND}{left_out}", *rows]
+    return ["", f"map       {counted(per_sign, 'block')} a sign: {legend}{left_out}", *rows]
 
 
 def _sign(state: str, owners: Sequence[str], letters: Mapping[str, str]) -> str:

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.config import Env
 
 from mlx_paged_attention import __version__
 from mlx_paged_attention.api.commands import bench, chat, doctor, generate, inspect, serve, top
 from mlx_paged_attention.api.commands.flags import say
 from mlx_paged_attention.api.commands.settings import OTHER_VARIABLES, PREFIX, Settings
+from mlx_paged_attention.engine.mlx_thread import has_busy_thread
 from mlx_paged_attention.errors import InvalidRequestError, MlxPagedError
 
 _HELP = """High-throughput LLM inference for MLX on a paged KV cache.
@@ -43,7 +44,16 @@ _COMMANDS = ("generate", "chat", "serve", "top", "bench", "inspect", "doctor")
 
 def main() -> NoReturn:
     """The console script."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except SystemExit as end:
+        if has_busy_thread():
+            # Interrupted while a model is loaded: MLX does not stop in the middle, and a thread inside of it
+            # would abort an interpreter that shuts down.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,6 +64,9 @@ def run(arguments: Sequence[str]) -> int:
         return command(*bound.args, **bound.kwargs) or 0
     except UnknownOptionError as error:
         return _refuse(f"{error}{_prompt_hint(error, arguments)}")
+    except UnusedCliTokensError as error:
+        name, extra = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
+        return _refuse(f"{name} does not take {extra!r}; see mlx-paged {name} --help")
     except InvalidRequestError as error:
         return _refuse(Settings(app, _COMMANDS).in_own_words(error, arguments, os.environ))
     except (CycloptsError, MlxPagedError) as error:

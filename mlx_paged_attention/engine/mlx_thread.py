@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 _Job = Callable[[], None]
 _parked: "queue.SimpleQueue[queue.SimpleQueue[_Job]]" = queue.SimpleQueue()
+_unfinished: set[threading.Event] = set()
 
 
 def run_on_mlx_thread(job: _Job) -> threading.Event:
@@ -24,8 +25,10 @@ def run_on_mlx_thread(job: _Job) -> threading.Event:
         try:
             job()
         finally:
+            _unfinished.discard(done)
             done.set()
 
+    _unfinished.add(done)
     try:
         jobs = _parked.get_nowait()
     except queue.Empty:
@@ -33,6 +36,11 @@ def run_on_mlx_thread(job: _Job) -> threading.Event:
         threading.Thread(target=_serve, args=(jobs,), name="mlx-paged-engine", daemon=True).start()
     jobs.put(work)
     return done
+
+
+def has_busy_thread() -> bool:
+    """Whether a job has not returned yet."""
+    return bool(_unfinished)
 
 
 def _serve(jobs: "queue.SimpleQueue[_Job]") -> None:

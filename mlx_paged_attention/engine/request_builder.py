@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import msgspec
 
@@ -62,6 +63,10 @@ class RequestBuilder:
         Raises:
             InvalidRequestError, RequestTooLongError: it cannot be served; the message says why.
         """
+        if kind not in get_args(OutputKind):
+            raise InvalidRequestError(
+                f"output_kind must be one of {', '.join(get_args(OutputKind))}, not {kind!r}", "output_kind"
+            )
         arrival = time.monotonic()
         text, token_ids = tokenize(prompt, self._tokenizer)
         check_token_ids(token_ids, params, self._info.vocab_size)

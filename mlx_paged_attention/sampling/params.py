@@ -216,10 +216,13 @@ class SamplingParams:
         for name, needed in UNUSED_BY_BEAMS.items():
             value = getattr(self, name)
             if value and value != needed and not (name == "top_k" and value == -1):
+                change = (
+                    f"leave {name} out"
+                    if needed is None
+                    else f"{name} must be {needed!r}, not {_shown(value)}"
+                )
                 raise InvalidRequestError(
-                    f"beam search takes the likeliest tokens as they are: {name} must be {needed!r}, "
-                    f"not {_shown(value)}",
-                    name,
+                    f"beam search takes the likeliest tokens as they are: {change}", name
                 )
         if self.logprobs is not None or self.prompt_logprobs is not None:
             raise InvalidRequestError(

@@ -34,8 +34,8 @@ class StructuredOutputsParams:
         names = [field.name for field in fields(self)]
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            what = " and ".join(given) if given else "none of them"
-            raise _refused(f"give exactly one of {', '.join(names)}; {what} was given")
+            what = f"{' and '.join(given)} were" if given else "none of them was"
+            raise _refused(f"give exactly one of {', '.join(names)}; {what} given")
         if self.json is not None:
             schema = parsed(self.json) if isinstance(self.json, str) else self.json
             if not isinstance(schema, dict):

@@ -4,6 +4,7 @@ The work is done by llguidance (https://github.com/guidance-ai/llguidance), in i
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 
 # Without forced tokens: finding them in a grammar like a{1000000} takes seconds in the middle of an answer.
 _HEADER = '%llguidance {"no_forcing": true}\n'
+_POSITION, _QUOTED = re.compile(r"at (\d+)\((\d+)\): "), re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _PROBE = '{"a": [1, "é"]}'
 
 
@@ -99,7 +101,7 @@ class Grammars:
         if known is None:
             known = self._remember(source, self._compile(source))
         if isinstance(known, str):
-            raise _refused(known)
+            raise _refused(_without_our_lines(known, told=asked.grammar is not None))
         return source
 
     def is_known(self, asked: StructuredOutputsParams) -> bool:
@@ -175,6 +177,20 @@ class Grammars:
 
 def _refused(reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"structured_outputs: {reason}", "structured_outputs")
+
+
+def _without_our_lines(message: str, *, told: bool) -> str:
+    """A message of the compiler without the source that it quotes, whose first line is ours.
+
+    Args:
+        told: name the line and the column; the caller has written those below ours.
+    """
+    text = _QUOTED.sub("", message)
+    at = _POSITION.match(text)
+    if at is None:
+        return text
+    place = f"line {int(at[1]) - 1}, column {at[2]}: " if told else ""
+    return place + text[at.end() :]
 
 
 def _first_lines(message: str) -> str:

@@ -113,6 +113,11 @@ async def test_chat_without_a_tokenizer_is_refused(llm):
         await collect(llm.chat([{"role": "user", "content": "hi"}]))
 
 
+async def test_an_unknown_kind_of_output_is_refused(llm):
+    with pytest.raises(InvalidRequestError, match="output_kind must be one of cumulative, delta, final"):
+        await collect(llm.generate(PROMPT, greedy(1), output_kind="deltas"))
+
+
 async def test_an_id_in_use_is_refused_and_the_first_goes_on(llm, oracle):
     stream = llm.generate(PROMPT, greedy(100), request_id="mine")
     await anext(stream)

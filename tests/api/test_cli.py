@@ -171,10 +171,13 @@ def test_the_models_own_defaults_come_before_ours_and_after_flags(
         (["generate", "x", "--max-tokens", "many"], "many"),
         (["generate", "x", "--block-size", "0"], "--block-size"),
         (["generate", "x", "--dtype", "int8"], "int8"),
-        (["generate", "x", "--kv-memory", "lots"], "lots"),
+        (["generate", "x", "--kv-memory", "50%"], "such as 0.5"),
+        (["generate", "x", "--kv-memory", "0"], "or a fraction"),
         (["generate", "x", "--kv-memory", "1GB", "--num-blocks", "5"], "not both"),
         (["generate", "x", "--n", "0"], "--n"),
         (["serve", "--port", "99999"], "99999"),
+        (["serve", "--served-model-name", ""], "--served-model-name is empty"),
+        (["serve", "some/model"], "serve does not take 'some/model'"),
         (["nonsense"], "nonsense"),
     ],
 )
@@ -255,7 +258,7 @@ def test_a_fraction_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> No
     run(capsys, "generate", "x", "--kv-memory", "0.7")
     assert started().options.kv_memory == 0.7
     for refused in ("0.0", "1.5"):
-        assert "a fraction above 0" in run(capsys, "generate", "x", "--kv-memory", refused)[2]
+        assert "a fraction above 0.0" in run(capsys, "generate", "x", "--kv-memory", refused)[2]
 
 
 def test_the_version_is_the_same_by_every_entry(capsys: pytest.CaptureFixture[str]) -> None:

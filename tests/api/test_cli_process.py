@@ -108,6 +108,34 @@ def test_ctrl_c_ends_generate_with_130() -> None:
     assert "Traceback" not in err
 
 
+BUSY_CLI = """
+import threading
+from mlx_paged_attention.api import cli
+from mlx_paged_attention.engine.mlx_thread import run_on_mlx_thread
+
+inside = threading.Event()
+
+def load():
+    import mlx.core as mx
+    while True:
+        inside.set()
+        mx.eval(mx.random.normal((500, 500)) @ mx.random.normal((500, 500)))
+
+run_on_mlx_thread(load)
+inside.wait()
+cli.run = lambda arguments: print("said") or int(arguments[0])
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("status", ["0", "130"])
+def test_leaving_while_a_model_is_loaded_does_not_abort_the_process(status: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BUSY_CLI, status], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (int(status), "said\n", "")
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     process = subprocess.Popen(
         [*FAKE_CLI, "0.02", "generate", "x"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -30,7 +30,9 @@ async def test_a_level_that_is_not_there_is_refused_with_what_to_do(client: http
     error = response.json()["error"]
     assert error["param"] == "level"
     assert "stop the server" in error["message"]
-    assert (await client.post("/sleep?level=deep")).status_code == 400
+    response = await client.post("/sleep?level=deep")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "level"
 
 
 async def test_a_busy_server_does_not_sleep(llm: FakeLLM, client: httpx.AsyncClient) -> None:

@@ -124,6 +124,14 @@ def test_a_large_pool_takes_few_lines_of_signs_for_many_blocks() -> None:
     assert "5 more blocks not shown" in blocks_report(replace(VIEW, blocks_left_out=5), 120)[8]
 
 
+def test_the_map_explains_the_blocks_of_requests_that_have_no_letter() -> None:
+    assert "#" not in "".join(blocks_report(VIEW, 120)[8:10])
+    runs = (BlockRun(0, 1, "null"), BlockRun(1, 3, "used", ("the 60th",), 1))
+    legend, signs = blocks_report(replace(VIEW, runs=runs), 120)[8:10]
+    assert signs == "0###"
+    assert legend.endswith(", # another's")
+
+
 def test_ids_that_clients_chose_cannot_command_the_terminal() -> None:
     evil = replace(VIEW.requests[0], request_id="\x1b[2Jx\n")
     lines = blocks_report(replace(VIEW, requests=(evil,), model="m\x1b]0;"), 120)

@@ -129,6 +129,23 @@ def test_what_cannot_be_enforced_is_refused_soon_with_the_reason(tokenizer, name
     assert caught.value.param == "structured_outputs"
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"json": {"type": "array", "uniqueItems": True}},
+            'failed to compile JSON schema: Unimplemented keys: ["uniqueItems"]',
+        ),
+        ({"grammar": 'start: "a" b'}, 'line 1, column 8: unknown name: "b"'),
+        ({"grammar": 'start: a\na: "x" b'}, 'line 2, column 4: unknown name: "b"'),
+    ],
+)
+def test_a_refusal_quotes_nothing_that_the_caller_did_not_write(tokenizer, asked, message):
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.grammars.compile(structured_outputs(asked))
+    assert str(caught.value) == f"structured_outputs: {message}"
+
+
 @pytest.mark.parametrize("regex", ["a{99999999}", "(a+)+b", "(a|aa)+$", "((a{0,99}){0,99}){0,99}", ".*" * 99])
 def test_a_regex_that_ruins_others_is_bounded_in_every_step(tokenizer, regex):
     source = tokenizer.grammars.compile(structured_outputs({"regex": regex}))

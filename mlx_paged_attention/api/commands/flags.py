@@ -32,7 +32,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         raise ValueError(
-            f"{text!r} is not a size; write bytes, or a number with a unit such as 512MiB or 4GB"
+            f"{text!r} is not a size; write bytes, a number with a unit, such as 512MiB or 4GB, "
+            "or a fraction, such as 0.5"
         )
     unit = match[2].upper()
     power = 0 if not unit else "KMGT".index(unit) + 1

@@ -54,6 +54,8 @@ def serve(
     options = engine.options()
     if not all(key.strip() for key in api_key or ()):  # everybody would have it
         raise InvalidRequestError("--api-key is empty: is the variable set that it comes from?", "api_key")
+    if not all(name.strip() for name in served_model_name or ()):
+        raise InvalidRequestError("--served-model-name is empty", "served_model_name")
     if prefixes_per_key and not api_key:
         raise InvalidRequestError("--prefixes-per-key needs keys: give --api-key, too", "prefixes_per_key")
     # Told to stop while loading or serving, close the engine before leaving.

@@ -104,7 +104,8 @@ def add_error_handlers(app: FastAPI) -> None:
 def _first_problem(problems: Sequence[Any], content_type: str) -> tuple[str, str | None]:
     """The first of pydantic's complaints as one sentence, and the field it is about."""
     problem = problems[0]
-    kind, location = problem["type"], [str(part) for part in problem["loc"] if part != "body"]
+    kind, location = problem["type"], [str(part) for part in problem["loc"]]
+    location = location[1:] if location[:1] in (["body"], ["query"]) else location
     if kind == "json_invalid":
         return f"the body is not valid JSON: {problem['ctx']['error']}", None
     if kind == "value_error":  # raised by our own validators, which name the field themselves

@@ -40,7 +40,8 @@ def _form(name: str, value: Any) -> StructuredOutputsParams | None:
             return _response_format(value)
         return structured_outputs({GUIDED[name]: value} if name in GUIDED else value)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{name}: {error}", name) from None
+        reason = str(error).removeprefix("structured_outputs: ")
+        raise InvalidRequestError(f"{name}: {reason}", name) from None
 
 
 def _response_format(value: Any) -> StructuredOutputsParams | None:

@@ -75,7 +75,9 @@ class GenerationRequest(BaseModel):
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None, BeforeValidator(lambda value: _early_stopping(value))
+    ] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -232,6 +234,12 @@ def _text_or_texts(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     raise InvalidRequestError("stop must be a string or a list of strings", "stop")
+
+
+def _early_stopping(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or value == "never":
+        return value
+    raise InvalidRequestError("early_stopping must be true, false or 'never'", "early_stopping")
 
 
 def _biases(value: Any) -> Any:
