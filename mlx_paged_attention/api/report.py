@@ -20,8 +20,8 @@ def startup_report(info: EngineInfo) -> str:
         *states,
         f"longest   a context of {counted(info.longest_sequence, 'token')} fits; "
         f"the KV cache holds {counted((info.num_blocks - 1) * info.block_size, 'token')}",
-        f"requests  up to {counted(info.max_model_len, 'token')} each; the pool holds "
-        f"{info.full_length_requests:.1f} that long at once",
+        f"requests  up to {counted(min(info.max_model_len, info.longest_sequence), 'token')} each; the KV "
+        f"cache holds {max(1.0, info.full_length_requests):.1f} that long at once",
         f"steps     up to {counted(info.max_num_seqs, 'request')} and "
         f"{counted(info.max_num_batched_tokens, 'token')} each",
         *(f"note      {note}" for note in info.notes),

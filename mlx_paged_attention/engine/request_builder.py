@@ -73,7 +73,7 @@ class RequestBuilder:
         if params.priority and self._policy != "priority":
             raise InvalidRequestError(
                 f"priority is {params.priority}, but scheduling_policy is {self._policy!r}; leave "
-                "it out, or load the model with scheduling_policy='priority'",
+                "it out, or start the engine with scheduling_policy (--scheduling-policy) 'priority'",
                 "priority",
             )
         max_tokens = params.max_tokens or max(1, self._info.longest_sequence - len(token_ids))

@@ -43,9 +43,11 @@ def check_fits(request: Request, manager: KVCacheManager, max_model_len: int) ->
     """
     prompt = request.num_prompt_tokens
     if prompt >= max_model_len:
+        pool_holds = manager.need.longest(manager.num_usable_blocks, prompt + 1)
+        what = "raise max_model_len" if pool_holds > prompt else "enlarge the pool (kv_memory)"
         raise RequestTooLongError(
             f"the prompt has {prompt} tokens; with max_model_len {max_model_len} it can have at "
-            f"most {max_model_len - 1}. Shorten the prompt or raise max_model_len",
+            f"most {max_model_len - 1}. Shorten the prompt or {what}",
             "prompt",
         )
     longest = min(prompt + request.max_tokens, max_model_len)
@@ -55,6 +57,6 @@ def check_fits(request: Request, manager: KVCacheManager, max_model_len: int) ->
         raise RequestTooLongError(
             f"prompt and answer may take {longest} tokens, that is {needed} KV blocks of {size}; "
             f"the pool has {usable} ({fits} tokens). Shorten the prompt, lower max_tokens or "
-            "enlarge the pool",
+            "enlarge the pool (kv_memory)",
             "max_tokens",
         )

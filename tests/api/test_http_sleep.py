@@ -35,6 +35,18 @@ async def test_a_level_that_is_not_there_is_refused_with_what_to_do(client: http
     assert response.json()["error"]["param"] == "level"
 
 
+async def test_what_would_be_ignored_is_refused(llm: FakeLLM, client: httpx.AsyncClient) -> None:
+    for path in ("/sleep?mode=abort", "/wake_up?tags=weights"):
+        response = await client.post(path)
+        assert response.status_code == 400
+        assert "not supported" in response.json()["error"]["message"]
+    response = await client.post("/sleep", json={"level": 1})
+    assert response.status_code == 400
+    assert "?level=1" in response.json()["error"]["message"]
+    assert not llm.is_sleeping
+    assert (await client.post("/sleep", json={})).status_code == 200
+
+
 async def test_a_busy_server_does_not_sleep(llm: FakeLLM, client: httpx.AsyncClient) -> None:
     llm.active.add("somebody")
     response = await client.post("/sleep")

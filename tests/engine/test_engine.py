@@ -682,7 +682,7 @@ def test_lower_priority_values_go_first_under_the_priority_policy():
 
 def test_a_priority_that_would_be_ignored_is_refused():
     scripted = ScriptedEngine()
-    with pytest.raises(InvalidRequestError, match="scheduling_policy='priority'") as refused:
+    with pytest.raises(InvalidRequestError, match="--scheduling-policy") as refused:
         scripted.add("r", PROMPT, priority=1)
     assert refused.value.param == "priority"
     scripted.add("r", PROMPT, priority=0)
