@@ -1,0 +1,135 @@
+"""Translation: a request as the chat request that it is, and errors about that in this API's words."""
+
+import logging
+import re
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from mlx_paged_attention.api.server.protocol import ChatRequest, GenerationRequest
+from mlx_paged_attention.api.server.responses.items import Item, Message, to_messages
+from mlx_paged_attention.api.server.responses.request import LOGPROBS, UNSUPPORTED, ResponsesRequest
+from mlx_paged_attention.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+# Fields that have the same name there.
+_SAME = tuple(
+    name
+    for name in (*GenerationRequest.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+    if name not in {"stream", "stream_options", *UNSUPPORTED}
+)
+
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+# Not "prompt", which is also a word of plain English.
+_NAMES_IN_TEXT = re.compile(rf"\b({'|'.join(name for name in _NAMES if name != 'prompt')})\b")
+
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+
+
+class Translation:
+    """Of one request.
+
+    Args:
+        history: the items of the conversation that it goes on from.
+        items: those of its input.
+
+    Attributes:
+        tools: those that are offered to the model. Tools that the server itself would have to run, or whose
+            calls are no functions' calls, are not.
+        chat: the chat request.
+
+    Raises:
+        InvalidRequestError: something in it cannot be understood or done.
+    """
+
+    def __init__(self, body: ResponsesRequest, history: list[Item], items: list[Item]) -> None:
+        self._kept = [n for n, tool in enumerate(body.tools or ()) if tool.get("type") == "function"]
+        self.tools = [(body.tools or [])[index] for index in self._kept]
+        if dropped := {str(t.get("type")) for t in body.tools or ()} - {"function"}:
+            logger.info("tools of these types are not offered to the model: %s", ", ".join(sorted(dropped)))
+        allowed, choice = _tool_choice(body.tool_choice, {tool.get("name") for tool in self.tools})
+        fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+        fields["messages"] = _messages(body.instructions, to_messages(history, items))
+        if self.tools:
+            fields["tools"] = [
+                {"type": "function", "function": {key: tool[key] for key in _FUNCTION_KEYS if key in tool}}
+                for tool in self.tools
+                if allowed is None or tool.get("name") in allowed
+            ]
+        if choice != "auto":
+            fields["tool_choice"] = choice
+        if body.max_output_tokens is not None:
+            fields["max_completion_tokens"] = body.max_output_tokens
+        if body.includes(LOGPROBS):
+            fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+        if body.text is not None and body.text.format is not None:
+            fields["response_format"] = _response_format(body.text.format)
+        if body.reasoning is not None and body.reasoning.effort is not None:
+            fields["reasoning_effort"] = body.reasoning.effort
+        try:
+            self.chat = ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from None
+
+    def reworded(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error, with the names that the client knows."""
+        message = re.sub(r"\btools\[(\d+)\](\.function)?", self._tool, str(error))
+        error.args = (_NAMES_IN_TEXT.sub(lambda found: _NAMES[found[0]], message),)
+        error.param = _NAMES.get(error.param or "", error.param)
+        return error
+
+    def _tool(self, found: re.Match[str]) -> str:
+        return f"tools[{self._kept[int(found[1])]}]"
+
+
+def _messages(instructions: str | None, messages: list[Message]) -> list[Message]:
+    """With the instructions, and what follows of their kind, as one: many templates know no second one."""
+    if instructions is not None:
+        messages = [{"role": "system", "content": instructions}, *messages]
+    count = next(
+        (n for n, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages)
+    )
+    if count < 2:
+        return messages
+    first = {"role": "system", "content": "\n\n".join(message["content"] for message in messages[:count])}
+    return [first, *messages[count:]]
+
+
+def _tool_choice(choice: str | dict[str, Any] | None, names: set[Any]) -> tuple[set[Any] | None, Any]:
+    """The names of the tools that may be called, if not all of them, and the choice among those."""
+    if choice in (None, "auto", "none", "required"):
+        return None, choice or "auto"
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        return None, {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and kind == "allowed_tools" and choice.get("mode") in ("auto", "required"):
+        tools = choice.get("tools")
+        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+            allowed = {str(tool.get("name")) for tool in tools if tool.get("type") == "function"}
+            if missing := allowed - names:
+                raise InvalidRequestError(
+                    f"tool_choice names {min(missing)!r}, which is not in tools", "tool_choice"
+                )
+            return allowed, choice["mode"]
+    raise InvalidRequestError(
+        "tool_choice must be 'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
+        "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}, of functions",
+        "tool_choice",
+    )
+
+
+def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    """The same with a schema's name and schema one level further down."""
+    if text_format.get("type") != "json_schema":
+        return text_format
+    described = {key: value for key, value in text_format.items() if key != "type"}
+    return {"type": "json_schema", "json_schema": described}
