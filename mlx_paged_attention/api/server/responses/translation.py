@@ -29,9 +29,6 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-# Not "prompt", which is also a word of plain English.
-_NAMES_IN_TEXT = re.compile(rf"\b({'|'.join(name for name in _NAMES if name != 'prompt')})\b")
-
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
@@ -82,9 +79,12 @@ class Translation:
 
     def reworded(self, error: InvalidRequestError) -> InvalidRequestError:
         """The error, with the names that the client knows."""
+        names = _NAMES if self.chat.structured_outputs else _NAMES | {"structured_outputs": "text.format"}
+        # "prompt" is also a word of plain English.
+        in_text = re.compile(rf"\b({'|'.join(name for name in names if name != 'prompt')})\b")
         message = re.sub(r"\btools\[(\d+)\](\.function)?", self._tool, str(error))
-        error.args = (_NAMES_IN_TEXT.sub(lambda found: _NAMES[found[0]], message),)
-        error.param = _NAMES.get(error.param or "", error.param)
+        error.args = (in_text.sub(lambda found: names[found[0]], message),)
+        error.param = names.get(error.param or "", error.param)
         return error
 
     def _tool(self, found: re.Match[str]) -> str:
