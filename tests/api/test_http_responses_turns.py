@@ -146,6 +146,15 @@ async def test_each_turn_of_an_assistant_is_one_message() -> None:
     ]
 
 
+async def test_an_item_is_referred_to_once() -> None:
+    """Otherwise a few bytes each would make a prompt of any length."""
+    client = client_of(FakeLLM())
+    reference: Any = {"id": (await whole(client)).output[0].id}
+    await whole(client, input=[reference, {"role": "user", "content": "a"}])
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\] refers to .* a second time"):
+        await whole(client, input=[reference, reference])
+
+
 async def test_a_response_is_kept_until_it_is_deleted() -> None:
     client = client_of(FakeLLM())
     for response in (await whole(client), (await stream(client, max_output_tokens=3))[-1].response):

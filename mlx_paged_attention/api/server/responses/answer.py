@@ -60,6 +60,7 @@ class ResponseAnswer:
         self._serving, self._store = serving, store
         self._owner: str | None = request.scope.get(KEY_OWNER)
         self._history = self._conversation_up_to(body.previous_response_id)
+        self._found: dict[str, Item] = {}  # of earlier outputs, by id
         self._items = item_list(body.input, self._output_item)
         self._translation = Translation(body, self._history, self._items)
         self._begun = _begun(serving, body, self._translation)
@@ -140,11 +141,11 @@ class ResponseAnswer:
         return items
 
     def _output_item(self, item_id: str) -> Item | None:
-        stored = self._store.maker(self._owner, item_id)
-        if stored is None:
-            return None
-        output: list[Item] = msgspec.json.decode(stored.response)["output"]
-        return next(item for item in output if item["id"] == item_id)
+        if item_id not in self._found:  # all items of a response are read at once
+            stored = self._store.maker(self._owner, item_id)
+            output = [] if stored is None else msgspec.json.decode(stored.response)["output"]
+            self._found |= {item["id"]: item for item in output}
+        return self._found.get(item_id)
 
     def _token_logprobs(self, answer: CompletionOutput) -> list[TokenLogprob]:
         assert answer.logprobs is not None

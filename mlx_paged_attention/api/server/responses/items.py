@@ -24,22 +24,25 @@ def item_list(value: str | list[Any], find: Callable[[str], Item | None]) -> lis
     """
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
-    return [_item(item, f"input[{index}]", find) for index, item in enumerate(value)]
-
-
-def _item(item: Any, where: str, find: Callable[[str], Item | None]) -> Item:
-    if not isinstance(item, dict):
-        raise _error(where, f"must be an object, not {type(item).__name__}")
-    kind = item.get("type")
-    if kind is None:
-        kind = "message" if "role" in item else "item_reference"
-    if kind == "item_reference":
-        item_id = item.get("id")
-        found = find(item_id) if isinstance(item_id, str) else None
+    items: list[Item] = []
+    referred: set[str] = set()
+    for index, item in enumerate(value):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise _error(where, f"must be an object, not {type(item).__name__}")
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        if kind != "item_reference":
+            items.append({**item, "type": kind})
+            continue
+        item_id = str(item.get("id"))
+        found = find(item_id)
         if found is None:
             raise _error(where, f"refers to {item_id!r}, which is not stored here; send the item itself")
-        return found
-    return {**item, "type": kind}
+        if item_id in referred:  # few bytes must not become a prompt of any length
+            raise _error(where, f"refers to {item_id!r} a second time")
+        referred.add(item_id)
+        items.append(found)
+    return items
 
 
 def to_messages(history: Sequence[Item], items: Sequence[Item]) -> list[Message]:
@@ -58,11 +61,12 @@ def to_messages(history: Sequence[Item], items: Sequence[Item]) -> list[Message]
         if message is None:
             continue
         _check(message, where)
-        if messages and _goes_on(messages[-1], message):
-            calls = [*messages[-1].get("tool_calls", []), *message.get("tool_calls", [])]
-            messages[-1] |= message | ({"tool_calls": calls} if calls else {})
-        else:
+        if not messages or not _goes_on(messages[-1], message):
             messages.append(message)
+        elif "tool_calls" in messages[-1]:
+            messages[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            messages[-1] |= message
     # A turn of nothing but reasoning or calls has no content of its own.
     return [{"content": ""} | message for message in messages]
 
