@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_llm import FakeLLM
+from fake_llm import ByteTokenizer, FakeLLM
 from responses_client import client_of, client_on, stream, whole
-from scripted_llm import ScriptedLLM
+from scripted_llm import HERMES, ScriptedLLM
 from test_http_responses import SCRIPT, TOOLS, prompt
 
 from mlx_paged_attention.api.server.app import create_app
@@ -19,13 +19,17 @@ from mlx_paged_attention.api.server.responses.store import ResponseStore
 
 
 class Seen(ScriptedLLM):
-    """Keeps the messages that it is asked to continue."""
+    """Keeps the messages that it was last asked to go on from."""
 
-    messages: Any = None
+    def __init__(self, pieces: list[str]) -> None:
+        super().__init__(pieces)
+        self.messages: Any = None
+        assert self.tokenizer is not None
+        self.tokenizer.chat_token_ids = self._chat_token_ids  # type: ignore[method-assign]
 
-    def chat(self, messages: Any, *arguments: Any, **options: Any) -> Any:
+    def _chat_token_ids(self, messages: Any, **options: Any) -> list[int]:
         self.messages = messages
-        return super().chat(messages, *arguments, **options)
+        return ByteTokenizer(HERMES).chat_token_ids(messages, **options)
 
 
 def outputs(response: Any) -> list[dict[str, Any]]:

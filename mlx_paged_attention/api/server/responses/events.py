@@ -43,7 +43,7 @@ class Failed(Event, kw_only=True, tag="response.failed"):
     response: ResponseObject
 
 
-class Error(Event, kw_only=True, tag="error"):
+class ErrorEvent(Event, kw_only=True, tag="error"):
     code: str | None
     message: str
     param: str | None
@@ -145,6 +145,6 @@ class ResponseEvents:
     def error(self, status: int, body: dict[str, Any]) -> bytes:
         """What went wrong, and then the response as it failed, which ends every stream that fails."""
         error = body["error"]
-        told = Error(code=error["code"], message=error["message"], param=error["param"])
+        told = ErrorEvent(code=error["code"], message=error["message"], param=error["param"])
         code = "server_error" if status >= 500 else "invalid_prompt"
         return self.event(told) + self.event(Failed(response=self._failed(code, error["message"])))

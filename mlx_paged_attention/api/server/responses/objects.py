@@ -33,14 +33,14 @@ class SummaryText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     text: str = ""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
     role: str = "assistant"
     content: list[OutputText] = []
 
 
-class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
@@ -48,7 +48,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     status: ItemStatus
 
 
-class Reasoning(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     """``summary`` has the reasoning if the request wants a summary, else ``content`` has it."""
 
     id: str
@@ -58,7 +58,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     status: ItemStatus
 
 
-OutputItem = Message | FunctionCall | Reasoning
+OutputItem = MessageItem | FunctionCallItem | ReasoningItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,12 +23,12 @@ from mlx_paged_attention.api.server.responses.events import (
     SummaryTextDone,
 )
 from mlx_paged_attention.api.server.responses.objects import (
-    FunctionCall,
+    FunctionCallItem,
     ItemStatus,
-    Message,
+    MessageItem,
     OutputItem,
     OutputText,
-    Reasoning,
+    ReasoningItem,
     ReasoningText,
     SummaryText,
     object_id,
@@ -129,7 +129,7 @@ class _OpenMessage:
         self._logprobs: list[TokenLogprob] = []
 
     def begin(self) -> list[Event]:
-        empty = Message(id=self.where["item_id"], status="in_progress")
+        empty = MessageItem(id=self.where["item_id"], status="in_progress")
         added = ItemAdded(output_index=self.where["output_index"], item=empty)
         return [added, ContentPartAdded(**self.where, part=OutputText())]
 
@@ -145,8 +145,8 @@ class _OpenMessage:
             ContentPartDone(**self.where, part=part),
         ]
 
-    def item(self, status: ItemStatus) -> Message:
-        return Message(id=self.where["item_id"], status=status, content=[self._part()])
+    def item(self, status: ItemStatus) -> MessageItem:
+        return MessageItem(id=self.where["item_id"], status=status, content=[self._part()])
 
     def _part(self) -> OutputText:
         return OutputText(text="".join(self._texts), logprobs=self._logprobs)
@@ -159,7 +159,7 @@ class _OpenReasoning:
         self._texts: list[str] = []
 
     def begin(self) -> list[Event]:
-        empty = Reasoning(id=self.where["item_id"], status="in_progress")
+        empty = ReasoningItem(id=self.where["item_id"], status="in_progress")
         added = ItemAdded(output_index=self.where["output_index"], item=empty)
         if self._summary:
             return [added, SummaryPartAdded(**self.where, part=SummaryText())]
@@ -181,9 +181,9 @@ class _OpenReasoning:
             ContentPartDone(**self.where, part=ReasoningText(text=text)),
         ]
 
-    def item(self, status: ItemStatus) -> Reasoning:
+    def item(self, status: ItemStatus) -> ReasoningItem:
         text = "".join(self._texts)
-        return Reasoning(
+        return ReasoningItem(
             id=self.where["item_id"],
             summary=[SummaryText(text=text)] if self._summary else [],
             content=[] if self._summary else [ReasoningText(text=text)],
@@ -208,8 +208,8 @@ class _OpenCall:
     def end(self) -> list[Event]:
         return [ArgumentsDone(**self.where, name=self._name, arguments="".join(self._texts))]
 
-    def item(self, status: ItemStatus) -> FunctionCall:
-        return FunctionCall(
+    def item(self, status: ItemStatus) -> FunctionCallItem:
+        return FunctionCallItem(
             id=self.where["item_id"],
             call_id=self._call_id,
             name=self._name,
