@@ -16,8 +16,8 @@ from mlx_paged_attention.text.answer_format import AnswerFormat
 TEXT = "0" + ANSWER[1:]  # as FakeLLM writes its first answer
 
 
-def tool(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": "function", "name": name, "parameters": {"type": "object"}, **more}
+def tool(tool_name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "name": tool_name, "parameters": {"type": "object"}, **more}
 
 
 TOOLS: list[Any] = [tool("f"), tool("g")]
@@ -365,6 +365,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("f"), tool("f")]}, "tools", r"tools\[1\]\.name 'f' is there twice"),
     ({"tools": [{"type": "local_shell"}, tool("")]}, "tools", r"tools\[1\]\.name must be"),
     ({"tools": [tool("f", parameters=[])]}, "tools", r"tools\[0\]\.parameters must be a JSON schema"),
+    ({"tools": [tool("f", name=[1])]}, "tools", r"tools\[0\]\.name must be"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "must be"),
     ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "of functions"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "z"}}, "tool_choice", "'z', which is not"),

@@ -105,6 +105,9 @@ def test_errors_have_the_names_that_the_client_knows() -> None:
         "max_output_tokens",
     )
     assert str(names.reworded(InvalidRequestError("tools[1].function.name", "tools"))) == "tools[2].name"
+    assert (
+        str(names.reworded(InvalidRequestError("'tools[9]' is not in tools"))) == "'tools[9]' is not in tools"
+    )
     assert names.reworded(InvalidRequestError("no", "prompt")).param == "input"
     assert names.reworded(InvalidRequestError("no")).param is None
 

@@ -40,8 +40,8 @@ class Translation:
         items: those of its input.
 
     Attributes:
-        tools: those that are offered to the model. Tools that the server itself would have to run, or whose
-            calls are no functions' calls, are not.
+        tools: those that are functions. Tools that a server would have to run, or whose calls are no calls of
+            functions, are not offered to the model.
         chat: the chat request.
 
     Raises:
@@ -49,19 +49,21 @@ class Translation:
     """
 
     def __init__(self, body: ResponsesRequest, history: list[Item], items: list[Item]) -> None:
-        self._kept = [n for n, tool in enumerate(body.tools or ()) if tool.get("type") == "function"]
-        self.tools = [(body.tools or [])[index] for index in self._kept]
-        if dropped := {str(t.get("type")) for t in body.tools or ()} - {"function"}:
-            logger.info("tools of these types are not offered to the model: %s", ", ".join(sorted(dropped)))
-        allowed, choice = _tool_choice(body.tool_choice, {tool.get("name") for tool in self.tools})
+        given = body.tools or []
+        self.tools = [tool for tool in given if tool.get("type") == "function"]
+        if dropped := sorted({str(tool.get("type")) for tool in given} - {"function"}):
+            logger.info("not offered to the model: tools of the types %.200s", dropped)
+        names = {str(tool.get("name")) for tool in self.tools}
+        allowed, choice = _tool_choice(body.tool_choice, names)
+        self._offered = [  # their places among those that were given
+            index
+            for index, tool in enumerate(given)
+            if tool.get("type") == "function" and str(tool.get("name")) in allowed
+        ]
         fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
         fields["messages"] = _messages(body.instructions, to_messages(history, items))
-        if self.tools:
-            fields["tools"] = [
-                {"type": "function", "function": {key: tool[key] for key in _FUNCTION_KEYS if key in tool}}
-                for tool in self.tools
-                if allowed is None or tool.get("name") in allowed
-            ]
+        if self._offered:
+            fields["tools"] = [_function(given[index]) for index in self._offered]
         if choice != "auto":
             fields["tool_choice"] = choice
         if body.max_output_tokens is not None:
@@ -82,13 +84,13 @@ class Translation:
         names = _NAMES if self.chat.structured_outputs else _NAMES | {"structured_outputs": "text.format"}
         # "prompt" is also a word of plain English.
         in_text = re.compile(rf"\b({'|'.join(name for name in names if name != 'prompt')})\b")
-        message = re.sub(r"\btools\[(\d+)\](\.function)?", self._tool, str(error))
+        message = re.sub(r"\Atools\[(\d+)\](\.function)?", self._tool, str(error))
         error.args = (in_text.sub(lambda found: names[found[0]], message),)
         error.param = names.get(error.param or "", error.param)
         return error
 
     def _tool(self, found: re.Match[str]) -> str:
-        return f"tools[{self._kept[int(found[1])]}]"
+        return f"tools[{self._offered[int(found[1])]}]"
 
 
 def _messages(instructions: str | None, messages: list[Message]) -> list[Message]:
@@ -104,13 +106,17 @@ def _messages(instructions: str | None, messages: list[Message]) -> list[Message
     return [first, *messages[count:]]
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, names: set[Any]) -> tuple[set[Any] | None, Any]:
-    """The names of the tools that may be called, if not all of them, and the choice among those."""
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {key: tool[key] for key in _FUNCTION_KEYS if key in tool}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None, names: set[str]) -> tuple[set[str], Any]:
+    """The names of the functions that may be called, and the choice among those."""
     if choice in (None, "auto", "none", "required"):
-        return None, choice or "auto"
+        return names, choice or "auto"
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(choice, dict) and kind == "function":
-        return None, {"type": "function", "function": {"name": choice.get("name")}}
+        return names, {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, dict) and kind == "allowed_tools" and choice.get("mode") in ("auto", "required"):
         tools = choice.get("tools")
         if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
