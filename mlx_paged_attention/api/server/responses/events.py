@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -123,6 +124,11 @@ class SummaryTextDone(SummaryEvent, kw_only=True, tag="response.reasoning_summar
     text: str
 
 
+@cache
+def _name(kind: type[Event]) -> bytes:
+    return str(kind.__struct_config__.tag).encode()
+
+
 class ResponseEvents:
     """Named and numbered events; nothing after the last. One per response.
 
@@ -139,8 +145,7 @@ class ResponseEvents:
     def event(self, chunk: Event) -> bytes:
         chunk.sequence_number = self._sent
         self._sent += 1
-        name = type(chunk).__struct_config__.tag
-        return f"event: {name}\n".encode() + b"data: " + encode(chunk) + b"\n\n"
+        return b"event: %b\ndata: %b\n\n" % (_name(type(chunk)), encode(chunk))
 
     def error(self, status: int, body: dict[str, Any]) -> bytes:
         """What went wrong, and then the response as it failed, which ends every stream that fails."""
