@@ -344,6 +344,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": [{"type": "compaction"}]}, "context_management", "fewer items"),
     ({"moderation": {"model": "m"}}, "moderation", "leave it out"),
     ({"extra_body": {"n": 2}}, "n", "one answer"),
+    ({"extra_body": {"return_token_ids": True}}, "return_token_ids", "no place for them"),
     ({"extra_body": {"max_tokens": 2}}, "max_tokens", "max_output_tokens"),
     ({"extra_body": {"messages": []}}, "messages", "send input"),
     ({"extra_body": {"response_format": {"type": "text"}}}, "response_format", "text.format"),

@@ -27,6 +27,7 @@ _OF_TOOLS = {
 _NO_EFFECT = {"client_metadata", "prompt_cache_options"}
 
 _ONE_ANSWER = "a response is one answer; send several requests, or use /v1/chat/completions"
+_NO_PLACE = "a response has no place for them; use /v1/chat/completions or /v1/completions"
 _ALL_ITEMS = "nothing is left out of a conversation here; send fewer items"
 
 # Field: why it is refused and what to do, and the values that ask for nothing and so pass.
@@ -42,7 +43,9 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_beam_search": (_ONE_ANSWER, (False,)),
     "length_penalty": (_ONE_ANSWER, ()),
     "early_stopping": (_ONE_ANSWER, ()),
-    "prompt_logprobs": ("a response has no place for them; use /v1/completions", ()),
+    "prompt_logprobs": (_NO_PLACE, ()),
+    "return_token_ids": (_NO_PLACE, (False,)),
+    "return_tokens_as_token_ids": (_NO_PLACE, (False,)),
     "messages": ("send input, or use /v1/chat/completions", ()),
     "max_tokens": ("the name here is max_output_tokens", ()),
     "max_completion_tokens": ("the name here is max_output_tokens", ()),
