@@ -114,6 +114,7 @@ async def test_reasoning_is_a_summary_for_those_who_want_one() -> None:
     assert plain.summary == []
     assert [part.text for part in plain.content or []] == ["Hm."]
     assert [part.text for part in summed.summary] == ["Hm."]
+    assert plain.encrypted_content is summed.encrypted_content is None
     assert not summed.content
 
 
