@@ -9,6 +9,8 @@ from mlx_paged_attention import __version__
 from mlx_paged_attention.api.server import chat, completions, debug, health, models, root, sleep
 from mlx_paged_attention.api.server.errors import add_error_handlers
 from mlx_paged_attention.api.server.middleware import ApiKey, BodyLimit
+from mlx_paged_attention.api.server.responses import route as responses
+from mlx_paged_attention.api.server.responses.store import ResponseStore
 from mlx_paged_attention.api.server.serving import Serving
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ def create_app(
     assert all(api_keys), "an empty key lets everybody in"
     app = FastAPI(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, served_model_names or [llm.info.model])
-    for family in (completions, chat, models, health, debug, sleep, root):
+    app.state.response_store = ResponseStore()
+    for family in (completions, chat, responses, models, health, debug, sleep, root):
         app.include_router(family.router)
     add_error_handlers(app)
     # The last one added is the first to see a request: no key, no reading of bodies.

@@ -19,10 +19,8 @@ from mlx_paged_attention.api.server.chunks import (
     Delta,
     Function,
     FunctionDelta,
-    TokenLogprob,
     ToolCall,
     ToolCallDelta,
-    TopLogprob,
     Usage,
 )
 from mlx_paged_attention.api.server.conversation import Conversation
@@ -30,14 +28,11 @@ from mlx_paged_attention.api.server.protocol import ChatRequest
 from mlx_paged_attention.api.server.respond import DataEvents, respond
 from mlx_paged_attention.api.server.serving import (
     Serving,
-    finite,
     new_id,
     prompt_logprobs_json,
-    ranked,
-    token_bytes,
     with_owner,
 )
-from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob
+from mlx_paged_attention.engine.outputs import CompletionOutput
 from mlx_paged_attention.text.answer import (
     Part,
     ReasoningDelta,
@@ -109,19 +104,9 @@ class _ChatChunks:
         assert len(answer.logprobs) == len(answer.token_ids)
         return ChatLogprobs(
             [
-                self._position(token_id, entries)
+                self._serving.token_logprob(token_id, entries, top=self._body.top_logprobs or 0)
                 for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True)
             ]
-        )
-
-    def _position(self, token_id: int, entries: dict[int, Logprob]) -> TokenLogprob:
-        def describe(token: int, entry: Logprob) -> tuple[str, float, list[int] | None]:
-            text = self._serving.token_string(token, entry)
-            return text, finite(entry.logprob), token_bytes(text)
-
-        top = ranked(entries, self._body.top_logprobs or 0)
-        return TokenLogprob(
-            *describe(token_id, entries[token_id]), [TopLogprob(*describe(*item)) for item in top]
         )
 
 

@@ -16,7 +16,10 @@ from mlx_paged_attention.api.server.errors import error_body
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
-# Where the ASGI scope names the owner of a request's prefixes, if it has one.
+# Where the ASGI scope names the owner of a request, if keys are asked for.
+KEY_OWNER = "mlx_paged_attention.key_owner"
+
+# Where it names the owner of a request's prefixes, if it has one.
 PREFIX_OWNER = "mlx_paged_attention.prefix_owner"
 
 
@@ -35,8 +38,10 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner = self._owner(scope) if scope["type"] == "http" else None
-        if owner is not None and self._prefixes_apart:
-            scope[PREFIX_OWNER] = owner
+        if owner is not None:
+            scope[KEY_OWNER] = owner
+            if self._prefixes_apart:
+                scope[PREFIX_OWNER] = owner
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and owner is None:
             body = error_body(
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",

@@ -8,7 +8,7 @@ from mlx_paged_attention import __version__
 router = APIRouter()
 
 _PATHS = (
-    *("/v1/models", "/v1/chat/completions", "/v1/completions"),
+    *("/v1/models", "/v1/chat/completions", "/v1/responses", "/v1/completions"),
     *("/health", "/metrics", "/debug/blocks", "/sleep", "/wake_up", "/is_sleeping"),
 )
 

@@ -15,6 +15,8 @@ from mlx_paged_attention.api.metrics import Metrics
 from mlx_paged_attention.api.server.chunks import (
     CompletionTokensDetails,
     PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from mlx_paged_attention.api.server.errors import ApiError
@@ -99,6 +101,16 @@ class Serving:
         if self.llm.tokenizer is None:
             return f"token_id:{token_id}"
         return self.llm.tokenizer.token_text(token_id)
+
+    def token_logprob(self, token_id: int, entries: dict[int, Logprob], *, top: int) -> TokenLogprob:
+        """A token that was drawn, with the ``top`` most likely in its place."""
+
+        def describe(token: int, entry: Logprob) -> tuple[str, float, list[int] | None]:
+            text = self.token_string(token, entry)
+            return text, finite(entry.logprob), token_bytes(text)
+
+        alternatives = [TopLogprob(*describe(*item)) for item in ranked(entries, top)]
+        return TokenLogprob(*describe(token_id, entries[token_id]), alternatives)
 
 
 def _output_kind(params: SamplingParams) -> Any:
