@@ -49,7 +49,9 @@ class InFlight:
         """Its rows' states have been computed: others may go on from them."""
         for row in self.plan.rows:
             request = self.requests[row.request_id]
-            if request.status is RequestStatus.RUNNING and request not in self.void:
+            if request.num_tokens_in_flight or request in self.void:
+                continue  # a later step writes to the slot, and may fail
+            if request.status is RequestStatus.RUNNING:
                 manager.states.publish(request, row.start + len(row.token_ids), row.state_to)
 
 
