@@ -116,6 +116,7 @@ def unpublish_failed(
                 doom(request, row.write_from // size)
     # Of these, the block at an index holds garbage only behind what they have of it.
     spared: dict[Request, int] = {}
+    reentered = {new.request_id for flight in later for new in flight.plan.new}
     for heir in failed.heirs:  # whose parents may have ended, or have got blocks of their own
         request, row = heir.request, heir.row
         if request.status is not RequestStatus.RUNNING or request.num_preemptions:
@@ -124,7 +125,8 @@ def unpublish_failed(
             continue
         index = row.write_from // size
         lost = index * size if row.request_id in failed.copied else row.write_from
-        if lost < heir.num_tokens:
+        # Of a parent that has lost its blocks since there is no telling which of them it gave away.
+        if lost < heir.num_tokens or row.request_id in reentered:
             doom(request, index)
         elif heir.num_tokens // size == index:
             spared[request] = index
