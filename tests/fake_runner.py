@@ -113,8 +113,10 @@ class FakeRunner:
         return StepOutput(plan.step, outputs)
 
     def fail(self, plan: StepPlan) -> None:
-        """The step breaks off halfway: its slots hold garbage."""
+        """The step breaks off halfway: its slots hold garbage, as do the blocks that it was to copy to."""
         self._enter(plan)
+        for _, target in plan.copies:
+            self._slots.update({(target, offset): (-1, -1) for offset in range(self._size)})
         self._sampled_before, self.sampled = self.sampled, {}
         for row in plan.rows:
             self._append(row)

@@ -162,11 +162,6 @@ class RequestBuilder:
         arrival: float,
         emit: Emit,
     ) -> BeamGroup:
-        if self._info.num_states:
-            raise InvalidRequestError(
-                "beam search does not run on a model with recurrent layers yet: use n or best_of",
-                "use_beam_search",
-            )
         width = params.num_sequences
         if width > self._info.max_num_seqs:
             raise InvalidRequestError(

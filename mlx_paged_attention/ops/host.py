@@ -12,7 +12,7 @@ from mlx_paged_attention.ops.batch import AttentionBatch
 from mlx_paged_attention.ops.host_chunk import attend_run
 from mlx_paged_attention.ops.host_copy import ContextCopy
 from mlx_paged_attention.ops.host_kernel import ONE_LOOP, attend_rows, write_tokens
-from mlx_paged_attention.ops.host_memory import reserve
+from mlx_paged_attention.ops.host_memory import release, reserve
 from mlx_paged_attention.ops.layer import AttentionLayer
 
 F32 = NDArray[np.float32]
@@ -31,7 +31,8 @@ class HostLayer(AttentionLayer):
 
     MLX's CPU back end runs no custom kernels, so each layer evaluates its queries, keys and
     values and works on numpy's zero-copy views of them. The operating system commits the pool's pages as
-    blocks are first written, so all that it may ever grow to is reserved at once, and growing costs nothing.
+    blocks are first written, so all that it may ever grow to is reserved at once, and growing costs nothing;
+    shrinking gives pages back and moves nothing.
 
     Stopping the graph in every layer costs a step of one token a tenth of its time. If that
     token's context lies in few pieces, MLX multiplies by slices of the pool, which copies
@@ -65,12 +66,15 @@ class HostLayer(AttentionLayer):
     def resize(self, num_blocks: int) -> None:
         assert num_blocks <= self._max_blocks
         if num_blocks < self._num_blocks:
-            # What is given back is not the pages of some blocks, but all of them: those that stay move.
-            del self._copy  # which holds the planes
-            self._pool_k, self.k = _moved(self.spec.planes[0], self._max_blocks, self.k, num_blocks)
-            self._pool_v, self.v = _moved(self.spec.planes[1], self._max_blocks, self.v, num_blocks)
-            self._copy = ContextCopy((self.k, self.v), MOST_COPIED)
+            for plane in (self.k, self.v):
+                for head in plane:
+                    release(head[num_blocks : self._num_blocks])
+            self._copy.release()
         self._num_blocks = num_blocks
+
+    def follow(self, other: "HostLayer") -> None:
+        self._num_blocks = other._num_blocks
+        self._copy.release()
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -242,13 +246,6 @@ def _reserve(plane: Plane, num_blocks: int) -> tuple[mx.array, F32]:
     kv_heads, block_size, head_dim = plane.shape
     array, view = reserve((kv_heads, num_blocks * block_size, head_dim))
     return array, view.reshape(kv_heads, num_blocks, block_size, head_dim)
-
-
-def _moved(plane: Plane, max_blocks: int, old: F32, num_blocks: int) -> tuple[mx.array, F32]:
-    """Memory for ``max_blocks`` of which the first ``num_blocks`` are those of ``old``."""
-    array, view = _reserve(plane, max_blocks)
-    view[:, :num_blocks] = old[:, :num_blocks]
-    return array, view
 
 
 def _token_rows(x: mx.array) -> F32:

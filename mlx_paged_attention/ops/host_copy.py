@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_paged_attention.ops.host_memory import reserve
+from mlx_paged_attention.ops.host_memory import release, reserve
 
 F32 = NDArray[np.float32]
 
@@ -69,3 +69,9 @@ class ContextCopy:
     def forget(self) -> None:
         """What is held is no longer what the pool has."""
         self._first = -1
+
+    def release(self) -> None:
+        """Forget it, and give its memory back until it is written again."""
+        self.forget()
+        for _, copy in self._copies:
+            release(copy)

@@ -1,6 +1,9 @@
 """Memory that both MLX and numpy can name, committed by the operating system as it is first written."""
 
+import ctypes
 import io
+import mmap
+import sys
 import threading
 from collections.abc import Callable
 from typing import BinaryIO, cast
@@ -14,6 +17,10 @@ from numpy.typing import NDArray
 # thread it is used.
 _RESERVING = threading.Lock()
 _clear_cache: Callable[[], None] = mx.clear_cache
+
+_libc = ctypes.CDLL(None)
+# Elsewhere than on Linux pages that are not needed are not lost: those that are free are.
+_ADVICE = mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE
 
 
 def _clear_cache_in_turn() -> None:
@@ -38,6 +45,19 @@ def reserve(shape: tuple[int, ...]) -> tuple[mx.array, NDArray[np.float32]]:
         mx.eval(array)
         mx.synchronize()  # the file is given up on that thread, too
     return array, np.array(array, copy=False)
+
+
+def release(view: NDArray[np.float32]) -> None:
+    """Give the pages of contiguous memory back to the system: what is in it is lost; it may be written again.
+
+    To free it need not do so: glibc, for one, keeps what is below 32 MiB. The ends stay, which share their
+    pages with others, and so does all of it where pages are locked.
+    """
+    assert view.flags.c_contiguous
+    begin, end = view.ctypes.data, view.ctypes.data + view.nbytes
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _ADVICE)
 
 
 class _Unread(io.RawIOBase):

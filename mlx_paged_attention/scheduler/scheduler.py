@@ -212,7 +212,9 @@ class Scheduler:
             return StepPlan(self.num_steps, [], [], [])
         plan = draft.plan(self.num_steps, self._queues)
         self.num_copies += len(plan.copies)
-        self._in_flight[plan.step] = InFlight(plan, draft.requests, self.manager.take_published())
+        self._in_flight[plan.step] = InFlight(
+            plan, draft.requests, self.manager.take_published(), draft.copied
+        )
         self.num_steps += 1
         self._start_forks()
         return plan
@@ -444,8 +446,7 @@ class Scheduler:
     def _start_forks(self) -> None:
         for fork in self._queues.start_forks(self._seats):
             for flight in self._in_flight.values():  # they begin with what these have yet to write
-                if flight.requests.get(fork.parent.request_id) is fork.parent:
-                    flight.forks.append((fork.child, fork.parent.request_id))
+                flight.fork(fork.parent, fork.child, fork.num_tokens)
 
     # Endings
 

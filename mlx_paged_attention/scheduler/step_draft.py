@@ -30,10 +30,12 @@ class StepDraft:
 
     Attributes:
         budget: tokens that may still be handed out.
+        copied: of a plan, ids of requests whose rows begin in a block that is copied before.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.budget = 0
+        self.copied: set[str] = set()
         self._manager = manager
         self._shares: dict[str, _Share] = {}
         self._admitted: list[NewRow] = []
@@ -94,6 +96,8 @@ class StepDraft:
                 ]
             if share.copy is not None:
                 copies.append(share.copy)
+            if changed.copies or share.copy is not None:
+                self.copied.add(request.request_id)
             sample = end >= len(request.token_ids)
             rows.append(
                 PlannedRow(

@@ -318,6 +318,14 @@ async def test_a_bad_value_is_refused_by_name_and_the_next_request_answered(
     assert (await post(client, prompt="x", max_tokens=1))["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.parametrize("value", ["soon", "", 1, [], "Never"])
+async def test_a_misspelt_early_stopping_is_told_its_values(client: httpx.AsyncClient, value: Any) -> None:
+    body = {"prompt": "x", "use_beam_search": True, "temperature": 0, "early_stopping": value}
+    response = await client.post(URL, json=body)
+    assert response.status_code == 400
+    assert "true, false or 'never'" in response.json()["error"]["message"]
+
+
 async def test_a_field_whose_name_is_no_unicode_is_refused(client: httpx.AsyncClient) -> None:
     content = '{"prompt": "x", "\\ud800": 1}'
     response = await client.post(URL, content=content, headers={"content-type": "application/json"})

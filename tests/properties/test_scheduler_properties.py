@@ -93,8 +93,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.manager.pool.unpublish = noted
         self.requests: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
-        # Runners of models with states read every step before the next is planned.
-        self.most_in_flight = 2 if states is None else 1
         self.idle = 0
 
     @rule(
@@ -123,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             prompt_logprobs=prompt_logprobs,
-            is_steered=is_steered and self.manager.can_fork,
+            is_steered=is_steered,
         )
         try:
             self.scheduler.add_request(request)
@@ -151,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             str(len(self.requests)),
             [*parent.token_ids[:shared], *tail],
             max_tokens=max_tokens,
-            is_steered=is_steered and self.manager.can_fork,
+            is_steered=is_steered,
         )
         try:
             self.scheduler.fork(parent, child, shared)
@@ -176,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.scheduler.continue_with(request, output[-1])
 
-    @precondition(lambda self: len(self.in_flight) < self.most_in_flight)
+    @precondition(lambda self: len(self.in_flight) < 2)
     @rule(ahead=st.booleans())
     def plan(self, ahead: bool) -> None:
         scheduler, was_empty = self.scheduler, not self.in_flight
@@ -186,8 +184,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         ran, was_decided = scheduler.running[:], not self.undecided
         pending = {fork.child.request_id for fork in scheduler._queues.forks.all()}
         alive = [request for request in self.requests if not request.is_finished]
-        # A fork of what waits for a choice waits for it, too.
-        held = {f.child.request_id for f in scheduler._queues.forks.all() if f.parent.awaits_choice}
+        # Forks of what waits for a choice wait for it, too, and so do theirs.
+        held: set[str] = set()
+        for fork in scheduler._queues.forks.all():  # a parent is asked for before its forks
+            if fork.parent.awaits_choice or fork.parent.request_id in held:
+                held.add(fork.child.request_id)
         idle = [r for r in alive if r.status is not RequestStatus.RUNNING and r.request_id not in held]
         waited = any(not request.awaits_choice for request in idle)
         published = {(b.block_id, b.block_hash) for b in self.manager.pool.blocks if b.block_hash}
@@ -281,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.num_blocks == min(num_blocks, pool.limit)
         assert self.runner.run(plan).rows == []
 
-    @precondition(lambda self: self.elastic and len(self.in_flight) < self.most_in_flight)
+    @precondition(lambda self: self.elastic and len(self.in_flight) < 2)
     @rule(ahead=st.booleans())
     def plan_without_memory(self, ahead: bool) -> None:
         """A plan that needs a larger pool than the runner's is taken back; others run."""

@@ -326,3 +326,39 @@ def test_a_pool_on_the_host_grows_for_nothing_and_gives_its_pages_back():
     assert beside <= 64 + 8  # a layer of 2,048 blocks; half of one, in fact
     assert half < 256 + 16
     assert none < 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_pool_of_small_arrays_gives_its_pages_back_every_time():
+    """Arrays for which an allocator does not ask the system each time, and others between them."""
+    code = (
+        "import re\n"
+        "from pathlib import Path\n"
+        "import mlx_paged_attention\n"
+        "import mlx.core as mx\n"
+        "from mlx_paged_attention.cache.spec import LayerKVSpec, Plane\n"
+        "from mlx_paged_attention.models.cache_spec import ModelCacheSpec\n"
+        "from mlx_paged_attention.runner.kv_pool import make_pool\n"
+        "def resident():\n"
+        "    lines = Path('/proc/self/status').read_text()\n"
+        "    return int(re.search(r'VmRSS:\\s+(\\d+) kB', lines)[1]) >> 10\n"
+        "mx.eval(mx.ones((31 << 20,), mx.int8))\n"  # the system need not be asked for as much any more
+        "layer = LayerKVSpec(tuple(Plane(n, 'float32', (4, 16, 64)) for n in 'kv'))\n"
+        "spec = ModelCacheSpec((), (layer,) * 32, (), 16)\n"
+        "pool = make_pool(spec, 1, host=True, max_blocks=256)\n"  # 64 arrays of 4 MiB
+        "pool.resize(1)\n"
+        "before, between = resident(), []\n"
+        "for _ in range(3):\n"
+        "    pool.resize(256)\n"
+        "    for layer in pool.layers:\n"
+        "        layer.k[:] = 1; layer.v[:] = 1\n"
+        "        between.append(mx.ones((1 << 12,))); mx.eval(between)\n"
+        "    written = resident()\n"
+        "    pool.resize(1)\n"
+        "    print(written - before, resident() - before)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for line in result.stdout.splitlines():
+        written, asleep = map(int, line.split())
+        assert written >= 250
+        assert asleep < 16
