@@ -9,9 +9,9 @@ from fake_llm import ANSWER, MAX_MODEL_LEN, FakeLLM
 from messages_client import HI, client_of, filled, http_of, raw_events, said, streamed, whole
 from scripted_llm import ScriptedLLM
 
-from mlx_paged_attention.api.server import messages
-from mlx_paged_attention.api.server.messages_chat import chat_request
-from mlx_paged_attention.api.server.messages_request import MessagesRequest
+from mlx_paged_attention.api.server.messages import route
+from mlx_paged_attention.api.server.messages.request import MessagesRequest
+from mlx_paged_attention.api.server.messages.translation import chat_request
 
 FIRST = "0" + ANSWER[1:]
 TOOLS: list[Any] = [
@@ -214,7 +214,7 @@ async def test_reasoning_that_is_not_shown_comes_back_all_the_same() -> None:
 async def test_a_stream_with_nothing_to_say_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = kinds(await raw_events(ScriptedLLM(list(CALLS)), tools=TOOLS))
     assert quiet.count("ping") == 1
-    monkeypatch.setattr(messages, "PING_SECONDS", 0.0)
+    monkeypatch.setattr(route, "PING_SECONDS", 0.0)
     events = kinds(await raw_events(ScriptedLLM(list(CALLS)), tools=TOOLS))
     assert events[:3] == ["message_start", "ping", "content_block_start tool_use"]
     assert events.count("ping") == 2  # the second call is waited for, too

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from mlx_paged_attention import __version__
-from mlx_paged_attention.api.server import chat, completions, debug, health, messages, models, root, sleep
+from mlx_paged_attention.api.server import chat, completions, debug, health, models, root, sleep
 from mlx_paged_attention.api.server.errors import add_error_handlers
+from mlx_paged_attention.api.server.messages import route as messages
 from mlx_paged_attention.api.server.middleware import ApiKey, BodyLimit
 from mlx_paged_attention.api.server.responses import route as responses
 from mlx_paged_attention.api.server.responses.store import ResponseStore

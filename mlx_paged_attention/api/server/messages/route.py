@@ -8,26 +8,18 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from msgspec import UNSET
 from starlette.responses import Response
 
-from mlx_paged_attention.api.server import messages_events as events
-from mlx_paged_attention.api.server.chunks import Usage, encode
+from mlx_paged_attention.api.server.chunks import encode
 from mlx_paged_attention.api.server.conversation import Conversation
 from mlx_paged_attention.api.server.errors import ApiError, messages_error
-from mlx_paged_attention.api.server.messages_chat import chat_request, clients_words, sign
-from mlx_paged_attention.api.server.messages_request import CountTokensRequest, MessagesRequest
+from mlx_paged_attention.api.server.messages import events
+from mlx_paged_attention.api.server.messages.request import CountTokensRequest, MessagesRequest
+from mlx_paged_attention.api.server.messages.translation import chat_request, clients_words
+from mlx_paged_attention.api.server.messages.writer import ContentWriter, usage_of
 from mlx_paged_attention.api.server.respond import respond
 from mlx_paged_attention.api.server.serving import Serving, with_owner
 from mlx_paged_attention.engine.outputs import CompletionOutput
-from mlx_paged_attention.text.answer import (
-    Part,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
-)
 
 PING_SECONDS = 5.0  # a stream that has nothing to say for so long says that it is alive
 
@@ -80,7 +72,7 @@ class _MessageEvents:
             chat = with_owner(chat_request(body, serving.llm.tokenizer), request)
             self._conversation = Conversation(serving, chat)
         hides = body.thinking is not None and body.thinking.display == "omitted"
-        self._content = _Content(hides_thinking=hides)
+        self._content = ContentWriter(hides_thinking=hides)
 
     async def chunks(self) -> AsyncGenerator[list[events.Event], None]:
         begun, told = False, time.monotonic()
@@ -109,12 +101,12 @@ class _MessageEvents:
                 id=f"msg_{uuid.uuid4().hex}",
                 model=self._model,
                 content=[],
-                usage=_usage(self._conversation.usage),
+                usage=usage_of(self._conversation.usage),
             )
         )
 
     def _delta(self, answer: CompletionOutput) -> events.MessageDelta:
-        usage = _usage(self._conversation.usage)
+        usage = usage_of(self._conversation.usage)
         reason = self._conversation.finish_reason(answer)
         sequence = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         match reason:
@@ -133,80 +125,6 @@ class _MessageEvents:
                     503, f"the answer was cut off ({reason}): the server is stopping; send it again"
                 )
         return events.MessageDelta(stopped, usage)
-
-
-def _usage(usage: Usage) -> events.MessageUsage:
-    cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
-    assert details is not UNSET, "conversations count the tokens of reasoning"
-    return events.MessageUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        cache_read_input_tokens=cached,
-        output_tokens=usage.completion_tokens,
-        output_tokens_details=events.OutputTokensDetails(details.reasoning_tokens),
-    )
-
-
-class _Content:
-    """Writes an answer's parts as content blocks, of which one at a time is open."""
-
-    def __init__(self, *, hides_thinking: bool) -> None:
-        self._hides_thinking = hides_thinking
-        self._index = -1
-        self._open: events.Content | None = None
-        self._thinking: list[str] = []
-        self._arguments: list[str] = []
-
-    def write(self, part: Part) -> list[events.Event]:
-        match part:
-            case TextDelta(text):
-                return [*self._enter(events.Text()), self._delta(events.TextDelta(text))]
-            case ReasoningDelta(text):
-                entering = self._enter(events.Thinking())
-                self._thinking.append(text)
-                shown = [] if self._hides_thinking else [self._delta(events.ThinkingDelta(text))]
-                return [*entering, *shown]
-            case ToolCallBegin(_, call_id, name):
-                self._arguments = []
-                return self._enter(events.ToolUse(call_id, name))
-            case ToolCallArguments(_, text):
-                self._arguments.append(text)  # until they are complete: what a model writes may be no object
-                return []
-            case ToolCallEnd():
-                json = _object("".join(self._arguments))
-                return [self._delta(events.InputJsonDelta(json)), *self.close()]
-
-    def close(self) -> list[events.Event]:
-        """End the block that is open."""
-        ending: list[events.Event] = []
-        if isinstance(self._open, events.Thinking):
-            ending.append(self._delta(events.SignatureDelta(sign("".join(self._thinking)))))
-            self._thinking = []
-        if self._open is not None:
-            ending.append(events.ContentBlockStop(self._index))
-        self._open = None
-        return ending
-
-    def _enter(self, block: events.Content) -> list[events.Event]:
-        """Begin a block, unless one of its kind is open."""
-        if type(self._open) is type(block):
-            return []
-        ending = self.close()
-        self._open = block
-        self._index += 1
-        return [*ending, events.ContentBlockStart(self._index, block)]
-
-    def _delta(self, delta: Any) -> events.ContentBlockDelta:
-        return events.ContentBlockDelta(self._index, delta)
-
-
-def _object(arguments: str) -> str:
-    """The JSON of a tool's input, which is an object: what else a model has written is put into one."""
-    try:
-        if isinstance(msgspec.json.decode(arguments), dict):
-            return arguments
-    except (msgspec.DecodeError, UnicodeError):
-        pass
-    return encode({"arguments": arguments}).decode()
 
 
 async def _collect(chunks: AsyncGenerator[list[events.Event], None]) -> events.AnswerMessage:

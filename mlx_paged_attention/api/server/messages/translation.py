@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
-from mlx_paged_attention.api.server.messages_request import (
+from mlx_paged_attention.api.server.messages.request import (
     Block,
     CountTokensRequest,
     Message,
@@ -51,6 +51,10 @@ _CLIENT_FIELDS = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
 }
+
+# Those names where errors have them: "stop" is also a word of plain English.
+_LONG_NAMES = "|".join(name for name in _CLIENT_FIELDS if name != "stop")
+_IN_ERRORS = re.compile(rf"\Astop\b|\b(?:{_LONG_NAMES})\b")
 
 
 def chat_request(body: CountTokensRequest, tokenizer: "Tokenizer | None") -> ChatRequest:
@@ -102,11 +106,11 @@ def clients_words() -> Iterator[None]:
         # By these words agents know that it is time to make their history shorter.
         raise RequestTooLongError(f"prompt is too long: {error}", error.param) from error
     except InvalidRequestError as error:
-        if error.param not in _CLIENT_FIELDS:
-            raise
-        name, message = _CLIENT_FIELDS[error.param], str(error)
-        said = message.startswith(error.param)
-        message = name + message[len(error.param) :] if said else f"{name}: {message}"
+        message = _IN_ERRORS.sub(lambda found: _CLIENT_FIELDS[found[0]], str(error))
+        message = message.replace("].function.parameters", "].input_schema").replace("].function.", "].")
+        name = _CLIENT_FIELDS.get(error.param or "", error.param)
+        if name is not None and name not in message:
+            message = f"{name}: {message}"
         raise InvalidRequestError(message, name) from error
 
 

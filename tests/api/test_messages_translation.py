@@ -6,8 +6,8 @@ import pytest
 from fake_llm import ByteTokenizer
 from scripted_llm import HERMES
 
-from mlx_paged_attention.api.server.messages_chat import chat_request, clients_words, sign
-from mlx_paged_attention.api.server.messages_request import MessagesRequest
+from mlx_paged_attention.api.server.messages.request import MessagesRequest
+from mlx_paged_attention.api.server.messages.translation import chat_request, clients_words, sign
 from mlx_paged_attention.api.server.protocol import ChatRequest
 from mlx_paged_attention.errors import InvalidRequestError, RequestTooLongError
 
@@ -222,6 +222,10 @@ def test_fields_that_change_no_answer_may_come_along() -> None:
             "thinking.budget_tokens: it cannot be",
         ),
         (InvalidRequestError("top_k must be", "top_k"), "top_k must be"),
+        (InvalidRequestError("tools[0].function.parameters: no", "tools"), "tools[0].input_schema: no"),
+        (InvalidRequestError("tools[1].function.name 'f' is", "tools"), "tools[1].name 'f' is"),
+        (InvalidRequestError("the template refuses", "messages"), "messages: the template refuses"),
+        (InvalidRequestError("no reason to stop"), "no reason to stop"),
         (RequestTooLongError("9 tokens", "prompt"), "prompt is too long: 9 tokens"),
         (RequestTooLongError("9 tokens", "max_tokens"), "9 tokens"),
     ],
