@@ -4,9 +4,11 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
 import pytest
 from fake_llm import ANSWER, MAX_MODEL_LEN, FakeLLM
 from messages_client import HI, client_of, filled, http_of, raw_events, said, streamed, whole
+from pydantic import BaseModel
 from scripted_llm import ScriptedLLM
 
 from mlx_paged_attention.api.server.messages import route
@@ -229,6 +231,33 @@ async def test_the_beta_client_works_as_well() -> None:
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
     count = await client.beta.messages.count_tokens(model="fake/bytes", messages=HI)
     assert count.input_tokens == len("<user>hi<assistant>")
+
+
+async def test_the_clients_own_runner_of_tools_works() -> None:
+    """It asks the server to keep the conversation, and does without if it is told so in the right words."""
+    llm, places = ScriptedLLM([call("look", '{"place":"here"}')]), []
+
+    @anthropic.beta_async_tool
+    async def look(place: str) -> str:
+        """Look around."""
+        places.append(place)
+        return "sun"
+
+    runner = client_of(llm).beta.messages.tool_runner(**filled({"tools": [look]}), max_iterations=3)
+    assert [message.stop_reason async for message in runner] == ["tool_use"] * 3
+    assert set(places) == {"here"}
+    prompt = "<user>hi<assistant><tool>sun<assistant><tool>sun<assistant>[tools=look]"
+    assert bytes(llm.prompts[-1]).decode() == prompt
+
+
+async def test_the_clients_own_reader_of_forms_works() -> None:
+    class City(BaseModel):
+        name: str
+
+    answer = await client_of(ScriptedLLM(['{"name":"Rome"}'])).messages.parse(
+        **filled({}), output_format=City
+    )
+    assert answer.parsed_output == City(name="Rome")
 
 
 @pytest.mark.parametrize(

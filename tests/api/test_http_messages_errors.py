@@ -117,6 +117,20 @@ async def test_the_clients_exceptions_tell_the_error() -> None:
         await client_of(FakeLLM()).messages.count_tokens(model="other", messages=HI)
 
 
+async def test_errors_that_programs_understand_have_a_code() -> None:
+    for body, code in (
+        ({"model": "other"}, "model_not_found"),
+        ({"system": "x" * 300}, "context_length_exceeded"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread_unsupported_request"),
+    ):
+        with pytest.raises(anthropic.APIStatusError) as error:
+            await whole(FakeLLM(), **body)
+        assert error.value.error_code == code
+    with pytest.raises(anthropic.BadRequestError) as plain:
+        await whole(FakeLLM(), temperature=-1)
+    assert plain.value.details is None
+
+
 async def test_what_is_no_request_has_the_same_shape() -> None:
     async with http_of(FakeLLM(), max_body_bytes=1000) as http:
         for path in PATHS:

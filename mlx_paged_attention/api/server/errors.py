@@ -68,6 +68,8 @@ def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
     """What :func:`error_body` says, as Anthropic's clients expect it."""
     kind = _MESSAGES_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": body["error"]["message"]}
+    if body["error"]["code"] is not None:
+        error["details"] = {"error_code": body["error"]["code"]}
     return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
 
 

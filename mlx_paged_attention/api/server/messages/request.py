@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_paged_attention.api.server.errors import ApiError
 from mlx_paged_attention.errors import InvalidRequestError
 
 NO_EFFECT = frozenset(
@@ -39,6 +40,9 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "speed": ("there is one speed; leave it out or send 'standard'", ("standard",)),
     "output_format": ("send it as output_config {'format': ...}", ()),
 }
+
+# By these clients know what to do without being told by a person: here, to send the whole conversation.
+_CODES = {"thread": "thread_unsupported_request"}
 
 # Content blocks of Anthropic's API that hold no text, or are made by tools that run at Anthropic.
 _OTHER_BLOCKS = frozenset(
@@ -205,7 +209,7 @@ class CountTokensRequest(_Model):
         for name, (reason, harmless) in UNSUPPORTED.items():
             value = data.get(name)
             if value is not None and value not in harmless:
-                raise InvalidRequestError(f"{name}: {reason}", name)
+                raise ApiError(400, f"{name}: {reason}", param=name, code=_CODES.get(name))
         return {
             name: value for name, value in data.items() if name not in NO_EFFECT and name not in UNSUPPORTED
         }
