@@ -25,16 +25,16 @@ class MessageUsage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int = 0
 
 
-class Text(msgspec.Struct, tag="text"):
+class TextContent(msgspec.Struct, tag="text"):
     text: str = ""
 
 
-class Thinking(msgspec.Struct, tag="thinking"):
+class ThinkingContent(msgspec.Struct, tag="thinking"):
     thinking: str = ""
     signature: str = ""
 
 
-class ToolUse(msgspec.Struct, tag="tool_use"):
+class ToolUseContent(msgspec.Struct, tag="tool_use"):
     """``input`` is the JSON of an object."""
 
     id: str
@@ -42,10 +42,10 @@ class ToolUse(msgspec.Struct, tag="tool_use"):
     input: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-Content = Text | Thinking | ToolUse
+Content = TextContent | ThinkingContent | ToolUseContent
 
 
-class AnswerMessage(msgspec.Struct, tag="message", kw_only=True):
+class MessageObject(msgspec.Struct, tag="message", kw_only=True):
     """``stop_reason`` is ``null`` only in the beginning of a stream."""
 
     id: str
@@ -74,7 +74,7 @@ class InputJsonDelta(msgspec.Struct, tag="input_json_delta"):
 
 
 class MessageStart(msgspec.Struct, tag="message_start"):
-    message: AnswerMessage
+    message: MessageObject
 
 
 class ContentBlockStart(msgspec.Struct, tag="content_block_start"):

@@ -97,7 +97,7 @@ class _MessageEvents:
 
     def _start(self) -> events.MessageStart:
         return events.MessageStart(
-            events.AnswerMessage(
+            events.MessageObject(
                 id=f"msg_{uuid.uuid4().hex}",
                 model=self._model,
                 content=[],
@@ -127,9 +127,9 @@ class _MessageEvents:
         return events.MessageDelta(stopped, usage)
 
 
-async def _collect(chunks: AsyncGenerator[list[events.Event], None]) -> events.AnswerMessage:
+async def _collect(chunks: AsyncGenerator[list[events.Event], None]) -> events.MessageObject:
     """The events of a stream as the message that they tell of."""
-    message: events.AnswerMessage | None = None
+    message: events.MessageObject | None = None
     pieces: list[str] = []
     async for several in chunks:
         for event in several:
@@ -141,7 +141,7 @@ async def _collect(chunks: AsyncGenerator[list[events.Event], None]) -> events.A
                     message.content.append(block)
                     pieces = []
                 case events.ContentBlockDelta(_, events.SignatureDelta(signature)):
-                    assert isinstance(block, events.Thinking)
+                    assert isinstance(block, events.ThinkingContent)
                     block.signature = signature
                 case events.ContentBlockDelta(
                     _, events.TextDelta(piece) | events.ThinkingDelta(piece) | events.InputJsonDelta(piece)
@@ -159,9 +159,9 @@ async def _collect(chunks: AsyncGenerator[list[events.Event], None]) -> events.A
 
 def _fill(block: events.Content, text: str) -> None:
     match block:
-        case events.Text():
+        case events.TextContent():
             block.text = text
-        case events.Thinking():
+        case events.ThinkingContent():
             block.thinking = text
-        case events.ToolUse():
+        case events.ToolUseContent():
             block.input = msgspec.Raw(text)

@@ -43,15 +43,15 @@ class ContentWriter:
     def write(self, part: Part) -> list[events.Event]:
         match part:
             case TextDelta(text):
-                return [*self._enter(events.Text()), self._delta(events.TextDelta(text))]
+                return [*self._enter(events.TextContent()), self._delta(events.TextDelta(text))]
             case ReasoningDelta(text):
-                entering = self._enter(events.Thinking())
+                entering = self._enter(events.ThinkingContent())
                 self._thinking.append(text)
                 shown = [] if self._hides_thinking else [self._delta(events.ThinkingDelta(text))]
                 return [*entering, *shown]
             case ToolCallBegin(_, call_id, name):
                 self._arguments = []
-                return self._enter(events.ToolUse(call_id, name))
+                return self._enter(events.ToolUseContent(call_id, name))
             case ToolCallArguments(_, text):
                 self._arguments.append(text)  # until they are complete: what a model writes may be no object
                 return []
@@ -62,7 +62,7 @@ class ContentWriter:
     def close(self) -> list[events.Event]:
         """End the block that is open."""
         ending: list[events.Event] = []
-        if isinstance(self._open, events.Thinking):
+        if isinstance(self._open, events.ThinkingContent):
             ending.append(self._delta(events.SignatureDelta(sign("".join(self._thinking)))))
             self._thinking = []
         if self._open is not None:
