@@ -169,6 +169,14 @@ async def test_at_most_one_call_without_parallel_calls() -> None:
         assert [block.name for block in answer.content if block.type == "tool_use"] == ["Bash"]
 
 
+async def test_an_input_keeps_the_numbers_that_the_model_wrote() -> None:
+    number = 10**30
+    for ask in (whole, streamed):
+        (block,) = (await ask(ScriptedLLM([call("Bash", f'{{"n":{number}}}')]), tools=TOOLS)).content
+        assert block.type == "tool_use"
+        assert str(number) in json.dumps(block.input)
+
+
 @pytest.mark.parametrize("written", ["[1, 2]", "ls -l", '"ls"', '{"a": NaN}', "{"])
 async def test_an_input_that_is_no_object_is_put_into_one(written: str) -> None:
     answer = call("Bash", json.dumps(written))

@@ -3,6 +3,8 @@
 Every object says what it is in ``type``.
 """
 
+from typing import Any
+
 import msgspec
 
 
@@ -35,11 +37,11 @@ class ThinkingContent(msgspec.Struct, tag="thinking"):
 
 
 class ToolUseContent(msgspec.Struct, tag="tool_use"):
-    """``input`` is the JSON of an object."""
+    """``input`` is an object, in the end as the JSON that the model wrote (``msgspec.Raw``)."""
 
     id: str
     name: str
-    input: msgspec.Raw = msgspec.Raw(b"{}")
+    input: Any
 
 
 Content = TextContent | ThinkingContent | ToolUseContent

@@ -51,7 +51,7 @@ class ContentWriter:
                 return [*entering, *shown]
             case ToolCallBegin(_, call_id, name):
                 self._arguments = []
-                return self._enter(events.ToolUseContent(call_id, name))
+                return self._enter(events.ToolUseContent(call_id, name, {}))
             case ToolCallArguments(_, text):
                 self._arguments.append(text)  # until they are complete: what a model writes may be no object
                 return []
