@@ -25,10 +25,11 @@ class ScriptedLLM(FakeLLM):
         answer_format: AnswerFormat = HERMES,
         reads: tuple[str, ...] = ("tools",),
         finish_reason: str = "stop",
+        stop_reason: str | None = None,
     ) -> None:
         super().__init__(tokenizer=ByteTokenizer(answer_format, reads))
         self._pieces = list(pieces)
-        self._finish_reason = finish_reason
+        self._finish_reason, self._stop_reason = finish_reason, stop_reason
 
     async def _steps(
         self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, room: int
@@ -44,6 +45,7 @@ class ScriptedLLM(FakeLLM):
                     text=said,
                     token_ids=list(said.encode()),
                     finish_reason=self._finish_reason if done else None,
+                    stop_reason=self._stop_reason if done else None,
                 )
                 for index in range(params.n)
             ]

@@ -1,4 +1,4 @@
-"""``mlx-paged serve``: the OpenAI-compatible server."""
+"""``mlx-paged serve``: the server of OpenAI's and Anthropic's APIs."""
 
 import gc
 import ipaddress
@@ -29,7 +29,8 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         Parameter(
-            help="Key that requests must send as a bearer token; may be given several times.", negative=""
+            help="Key that requests must send as a bearer token or in x-api-key; may be given several times.",
+            negative="",
         ),
     ] = None,
     prefixes_per_key: Annotated[

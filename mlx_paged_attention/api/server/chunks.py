@@ -162,14 +162,27 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
+    """OpenAI's fields and vLLM's, then those of Anthropic's API (from ``type`` on)."""
+
     id: str
     created: int
     root: str
     max_model_len: int
     owned_by: str = "mlx-paged-attention"
     object: str = "model"
+    type: str = "model"
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: str = "active"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """All there are: Anthropic's clients, who would ask for the next page, are told that there is none."""
+
     data: list[Model]
     object: str = "list"
+    has_more: bool = False
+    first_id: str
+    last_id: str

@@ -4,6 +4,7 @@ Every protocol that chats turns what it is sent into a :class:`ChatRequest`, and
 out here in its own words. So none of them can read an answer differently, or know less than another.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -39,6 +40,7 @@ class Conversation:
             raise InvalidRequestError(
                 "chat needs a tokenizer, and the engine has none (skip_tokenizer_init)", "messages"
             )
+        self._tokenizer = tokenizer
         tools = shown_tools(body.tools, body.tool_choice, tokenizer)
         self._template_kwargs = _template_kwargs(body, tools, tokenizer)
         continues = body.continue_final_message
@@ -62,6 +64,16 @@ class Conversation:
     def usage(self) -> Usage:
         """The tokens read and written so far."""
         return self._usage.usage(self._answers.reasoning_tokens)
+
+    async def prompt_token_ids(self) -> list[int]:
+        """What the model will read.
+
+        Raises:
+            InvalidRequestError: the messages are malformed, or the template refuses them.
+        """
+        return await asyncio.to_thread(
+            self._tokenizer.chat_token_ids, self._messages, **self._template_kwargs
+        )
 
     async def answers(self) -> AsyncGenerator[tuple[RequestOutput, AnswerParts], None]:
         """Each output, with the parts that are new in every answer that it tells of."""

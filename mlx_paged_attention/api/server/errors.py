@@ -1,7 +1,11 @@
-"""Errors as OpenAI clients expect them: ``{"error": {message, type, param, code}}`` and a status."""
+"""Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code}}`` and a status.
+
+Below ``/v1/messages`` they have the shape that Anthropic's clients expect.
+"""
 
 import logging
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +27,17 @@ from mlx_paged_attention.errors import (
 logger = logging.getLogger(__name__)
 
 _LONGEST_MESSAGE = 1000
+
+_MESSAGES = "/v1/messages"
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):
@@ -47,6 +62,29 @@ def error_body(
     param = None if param is None else param.encode(errors="backslashreplace").decode()
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`error_body` says, as Anthropic's clients expect it."""
+    kind = _MESSAGES_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": body["error"]["message"]}
+    if body["error"]["code"] is not None:
+        error["details"] = {"error_code": body["error"]["code"]}
+    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+
+
+def error_response(
+    path: str, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error in the shape of the API that the path belongs to.
+
+    Args:
+        body: from :func:`error_body`.
+    """
+    if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
+        body = messages_error(status, body)
+        headers = {**(headers or {}), "request-id": body["request_id"]}
+    return JSONResponse(body, status, headers)
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -74,26 +112,24 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Make every error of every route come out in the one shape."""
+    """Make every error of every route come out in the shape of its API."""
 
-    async def known(_: Request, error: Exception) -> JSONResponse:
+    async def known(request: Request, error: Exception) -> JSONResponse:
         status, body = describe(error)
         # What is unknown goes on to the server, which logs it; these end here, with what raised them.
         if isinstance(error, MlxPagedError) and error.__cause__ is not None and status >= 500:
             logger.error("a request failed", exc_info=error)
-        return JSONResponse(body, status)
+        return error_response(request.url.path, status, body)
 
     async def validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         message, param = _first_problem(error.errors(), request.headers.get("content-type", ""))
-        return JSONResponse(error_body(message, status=400, param=param), 400)
+        return error_response(request.url.path, 400, error_body(message, status=400, param=param))
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        message = error.detail or HTTPStatus(error.status_code).phrase
-        return JSONResponse(
-            error_body(message, status=error.status_code), error.status_code, headers=error.headers
-        )
+        status, message = error.status_code, error.detail or HTTPStatus(error.status_code).phrase
+        return error_response(request.url.path, status, error_body(message, status=status), error.headers)
 
     for known_type in (ApiError, MlxPagedError, Exception):
         app.add_exception_handler(known_type, known)

@@ -8,10 +8,9 @@ import hmac
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged_attention.api.server.errors import error_body
+from mlx_paged_attention.api.server.errors import error_body, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
@@ -24,7 +23,9 @@ PREFIX_OWNER = "mlx_paged_attention.prefix_owner"
 
 
 class ApiKey:
-    """Answer 401 to everything but the health checks unless one of the keys comes as a bearer token.
+    """Answer 401 to everything but the health checks unless one of the keys comes with the request.
+
+    It may come as a bearer token or, as Anthropic's clients send it, in ``x-api-key``.
 
     Args:
         prefixes_apart: note in the scope whose key it is, so that only requests of one key share prefixes.
@@ -44,23 +45,23 @@ class ApiKey:
                 scope[PREFIX_OWNER] = owner
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and owner is None:
             body = error_body(
-                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 status=401,
                 code="invalid_api_key",
             )
-            await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            response = error_response(scope["path"], 401, body, {"WWW-Authenticate": "Bearer"})
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:
         """Names the key that came, without telling it; ``None`` if none of them did."""
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = token.strip().encode()
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Every key is compared, in constant time: how long it takes tells nothing.
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            return None
-        return self._owners[matches.index(True)]
+        matches = [[hmac.compare_digest(one.strip().encode(), key) for key in self._keys] for one in given]
+        return next((self._owners[match.index(True)] for match in matches if any(match)), None)
 
 
 class BodyLimit:
@@ -105,5 +106,6 @@ class BodyLimit:
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"the body is larger than {self._limit} bytes; send fewer or shorter prompts per request"
         # Closing spares us reading the rest of a body that nobody wants.
-        response = JSONResponse(error_body(message, status=413), 413, {"Connection": "close"})
+        body = error_body(message, status=413)
+        response = error_response(scope["path"], 413, body, {"Connection": "close"})
         await response(scope, receive, send)

@@ -1,5 +1,7 @@
 """``GET /v1/models`` and ``/v1/models/{id}``: what is served here."""
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -15,7 +17,8 @@ async def list_models(request: Request) -> Response:
     serving: Serving = request.app.state.serving
     serving.require_engine()
     models = [_model(serving, name) for name in serving.names]
-    return Response(encode(ModelList(data=models)), media_type="application/json")
+    listed = ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
+    return Response(encode(listed), media_type="application/json")
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -28,5 +31,14 @@ async def retrieve_model(model_id: str, request: Request) -> Response:
 
 
 def _model(serving: Serving, name: str) -> Model:
-    info = serving.llm.info
-    return Model(id=name, created=serving.created, root=info.model, max_model_len=info.max_model_len)
+    info, created = serving.llm.info, serving.created
+    return Model(
+        id=name,
+        created=created,
+        root=info.model,
+        max_model_len=info.max_model_len,
+        display_name=name,
+        created_at=datetime.fromtimestamp(created, UTC).isoformat(),
+        max_input_tokens=info.max_model_len,
+        max_tokens=info.max_model_len,
+    )

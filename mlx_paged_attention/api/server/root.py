@@ -9,6 +9,7 @@ router = APIRouter()
 
 _PATHS = (
     *("/v1/models", "/v1/chat/completions", "/v1/responses", "/v1/completions"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/health", "/metrics", "/debug/blocks", "/sleep", "/wake_up", "/is_sleeping"),
 )
 
