@@ -7,7 +7,6 @@ from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
 
-
 # What messages call a form if its caller has no other name for it.
 FIELD = "structured_outputs"
 
@@ -47,7 +46,7 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise self._refused(f"{name} must be a text that is not empty")
-        if self.json_object not in (None, True, False):
+        if not isinstance(self.json_object, bool | None):
             raise self._refused("json_object must be true or left out")
         if self.choice is not None:
             several = isinstance(self.choice, Sequence) and not isinstance(self.choice, str) and self.choice

@@ -1,6 +1,6 @@
 """A script that reads grammars from its standard input and answers what is wrong with each.
 
-Run by :class:`GrammarChecker` in a process of its own, which may be killed. The first line holds ids and texts
+Run by :class:`GrammarChecker` in a process of its own, which may be killed. The first line has ids and texts
 of the model's special tokens, each further one a grammar, all as JSON; the answers are lines of JSON, too.
 Other tokens are single bytes here: what a grammar costs to compile hardly depends on the vocabulary.
 """

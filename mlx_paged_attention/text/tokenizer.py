@@ -26,6 +26,7 @@ class Tokenizer:
     """A model's vocabulary, special tokens and chat template. Immutable; any thread may use it.
 
     Attributes:
+        added_tokens: ids of control tokens and of others that stand for themselves, by text.
         chat_template: the model's, or ``None``.
         bos_token_id: beginning of sequence, or ``None``.
         eos_token_ids: every id that ends an answer, the tokenizer's own first.
@@ -51,6 +52,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self._special_tokens)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self._byte_fallback = backend.token_to_id("<0x0A>") is not None
 
     @classmethod

@@ -216,8 +216,17 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
     *(
         (ScriptedLLM(["x"], answer_format=HERMES), change, param, message)
         for change, param, message in (
-            ({"tool_choice": "required"}, "tool_choice", "cannot be forced yet"),
-            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "forced yet"),
+            (
+                {"tool_choice": "required", "response_format": {"type": "json_object"}},
+                "response_format",
+                "nothing but a call",
+            ),
+            (
+                {"tool_choice": "required", "extra_body": {"allowed_token_ids": [1]}},
+                "allowed_token_ids",
+                "enforced",
+            ),
+            ({"tool_choice": "required", "tools": [tool("f g")]}, "tools", "letters, digits"),
             (
                 {"tool_choice": {"type": "function", "function": {"name": "z"}}},
                 "tool_choice",
@@ -232,7 +241,7 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
             ({"tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] must be"),
             ({"tools": [tool("f", parameters=[])]}, "tools", "parameters must be a JSON schema object"),
             ({"tools": [tool("f", description=1)]}, "tools", "description must be a string"),
-            ({"tools": [tool("f", strict=True)]}, "tools", "strict"),
+            ({"tools": [tool("f", strict=1)]}, "tools", "strict must be true or false"),
             ({"extra_body": {"thinking_budget": 5}}, "thinking_budget", "max_tokens"),
             ({"extra_body": {"thinking_token_budget": 5}}, "thinking_token_budget", "max_tokens"),
             ({"extra_body": {"max_reasoning_tokens": 5}}, "max_reasoning_tokens", "max_tokens"),

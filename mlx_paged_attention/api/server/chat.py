@@ -95,7 +95,10 @@ class _ChatChunks:
         if self._body.logprobs:
             choices[-1].logprobs = self._logprobs(answer)
         if answer.finish_reason is not None:
-            choices[-1].finish_reason = self._conversation.finish_reason(answer)
+            reason = self._conversation.finish_reason(answer)
+            # A call of a function that the request named is no decision of the model's: as at OpenAI.
+            named = reason == "tool_calls" and isinstance(self._body.tool_choice, dict)
+            choices[-1].finish_reason = "stop" if named else reason
             choices[-1].stop_reason = answer.stop_reason
         return choices
 

@@ -61,7 +61,7 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
         raise _refused("json_schema must be an object with the schema under 'schema'")
     _only(described, {"name", "description", "schema", "strict"})
-    if described.get("strict") not in (None, True, False):
+    if not isinstance(described.get("strict"), bool | None):
         raise _refused("json_schema.strict must be true or false")
     return StructuredOutputsParams(json=described["schema"], named=_RESPONSE_FORMAT)
 

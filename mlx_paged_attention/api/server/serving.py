@@ -87,13 +87,6 @@ class Serving:
         outputs = self.llm.generate(prompt, params, output_kind=_output_kind(params))
         return self.metrics.observe(outputs, params)
 
-    def chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams, template_kwargs: dict[str, Any]
-    ) -> Outputs:
-        """The outputs of a conversation, counted in the metrics."""
-        outputs = self.llm.chat(messages, params, output_kind=_output_kind(params), **template_kwargs)
-        return self.metrics.observe(outputs, params)
-
     def token_string(self, token_id: int, entry: Logprob | None = None) -> str:
         """A token's own text; its number where the model has no tokenizer."""
         if entry is not None and entry.decoded_token is not None:
