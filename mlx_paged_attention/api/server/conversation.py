@@ -59,6 +59,12 @@ class Conversation:
             own["max_tokens"] = body.max_completion_tokens
         # Without a limit of the client's or the model's, an answer may fill the context.
         self._params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
+        if continues and self._params.thinking_token_budget is not None:
+            raise InvalidRequestError(
+                "thinking_token_budget: does not go with continue_final_message, as what has been thought "
+                "before is not counted; leave one of them out",
+                "thinking_token_budget",
+            )
         self._usage = UsageCounter()
         self._enforced = _enforces_calls(choice, self._params)
         self._format = tokenizer.answer_format

@@ -27,10 +27,6 @@ NO_EFFECT = frozenset(
 )
 
 _NO_TOOLS = "tools are offered in /v1/chat/completions, as tools and tool_choice; use those"
-_NO_BUDGET = (
-    "reasoning cannot be cut short yet; limit the whole answer with max_tokens, or turn reasoning off with "
-    "chat_template_kwargs {'enable_thinking': false}, where the model's template knows that"
-)
 
 # Field: why it is refused and what to do, and the values that ask for nothing and so pass.
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -38,9 +34,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tool_choice": (_NO_TOOLS, ("none",)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
-    "thinking_budget": (_NO_BUDGET, ()),
-    "thinking_token_budget": (_NO_BUDGET, ()),
-    "max_reasoning_tokens": (_NO_BUDGET, ()),
     "suffix": ("text cannot be inserted between a prompt and a suffix; put both into the prompt", ("",)),
     "audio": ("only text is generated; leave it out", ()),
     "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
@@ -96,6 +89,9 @@ class GenerationRequest(BaseModel):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(lambda value: _biases(value))] = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    max_reasoning_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -153,6 +149,11 @@ class GenerationRequest(BaseModel):
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         formats = ("structured_outputs", "response_format", *GUIDED)
         given["structured_outputs"] = requested_format({name: getattr(self, name) for name in formats})
+        budgets = {name: getattr(self, name) for name in _BUDGETS if getattr(self, name) is not None}
+        if len(budgets) > 1:
+            first, second, *_ = budgets
+            raise InvalidRequestError(f"{first} and {second} are names of one budget; send one", second)
+        given["thinking_token_budget"] = next(iter(budgets.values()), None)
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # what the model's makers advise is for drawing tokens
             defaults = {name: value for name, value in defaults.items() if name not in UNUSED_BY_BEAMS}
@@ -160,6 +161,8 @@ class GenerationRequest(BaseModel):
         return SamplingParams(**(defaults | given | own))
 
 
+# vLLM's name, and two that others use.
+_BUDGETS = ("thinking_token_budget", "thinking_budget", "max_reasoning_tokens")
 _SAMPLING_FIELDS = tuple(
     name for name in GenerationRequest.model_fields if name in SamplingParams.__dataclass_fields__
 )
