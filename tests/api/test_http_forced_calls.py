@@ -141,6 +141,28 @@ async def test_a_model_may_think_before_it_must_call(client: httpx.AsyncClient, 
         assert bool(reasoning) == bool(details["reasoning_tokens"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_agrees_with_the_budget_for_the_reasoning(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    asked = {
+        "tools": [],
+        "thinking_token_budget": 7,
+        "guided_choice": ["left"],
+        "bias": {IDS["</think>"]: -100, **dict.fromkeys(range(0x80, 0x100), -100)},
+        "chat_template_kwargs": {"open": True},
+        "stream": stream,
+        "n": 2,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    }
+    answer = await chat(client, **asked)
+    usage = answer["events"][-1]["usage"] if stream else answer["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 2 * 7
+    assert usage["completion_tokens"] == 2 * (7 + len(["</think>", *"left"]))
+    if not stream:
+        assert [choice["message"]["content"] for choice in answer["choices"]] == ["left", "left"]
+
+
 @pytest.mark.parametrize("form", ["response_format", "guided_choice"])
 async def test_a_form_begins_after_the_reasoning(client: httpx.AsyncClient, form: str) -> None:
     """jundot/omlx#2744"""
