@@ -7,22 +7,17 @@ out here in its own words. So none of them can read an answer differently, or kn
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
-from mlx_paged_attention.api.server.answers import Answers
 from mlx_paged_attention.api.server.chunks import Usage
 from mlx_paged_attention.api.server.protocol import ChatRequest
 from mlx_paged_attention.api.server.serving import Serving, UsageCounter
-from mlx_paged_attention.api.server.tools import ToolChoice, tool_choice_of
+from mlx_paged_attention.api.tools import tool_choice_of
+from mlx_paged_attention.api.turn import Turn
 from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.params import SamplingParams
-from mlx_paged_attention.sampling.structured_outputs import structured_outputs
 from mlx_paged_attention.text.answer import Part
-from mlx_paged_attention.text.answer_grammar import AnswerGrammar
 from mlx_paged_attention.text.messages import normalize_messages
-from mlx_paged_attention.text.thinking import thinking_of
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 AnswerParts = list[tuple[CompletionOutput, list[Part]]]
@@ -46,42 +41,27 @@ class Conversation:
                 "chat needs a tokenizer, and the engine has none (skip_tokenizer_init)", "messages"
             )
         self._tokenizer = tokenizer
-        self._choice = choice = tool_choice_of(body.tools, body.tool_choice, tokenizer)
+        choice = tool_choice_of(body.tools, body.tool_choice, tokenizer)
         self._template_kwargs = _template_kwargs(body, choice.offered, tokenizer)
-        self._parallel = body.parallel_tool_calls is not False
-        continues = body.continue_final_message
-        self._continued = normalize_messages(body.messages)[-1]["content"] if continues else None
-        own: dict[str, Any] = {
-            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "shown_special_ids": tokenizer.answer_special_ids(tools=bool(choice.offered)),
-        }
+        own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
             own["max_tokens"] = body.max_completion_tokens
         # Without a limit of the client's or the model's, an answer may fill the context.
-        self._params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
-        if continues and self._params.thinking_token_budget is not None:
-            raise InvalidRequestError(
-                "thinking_token_budget: does not go with continue_final_message, as what has been thought "
-                "before is not counted; leave one of them out",
-                "thinking_token_budget",
-            )
-        self._usage = UsageCounter()
-        self._enforced = _enforces_calls(choice, self._params)
-        self._format = tokenizer.answer_format
-        if self._enforced:
-            self._format = self._format.with_json_calls()
-        self._answers = Answers(
+        params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
+        continues = body.continue_final_message
+        self._turn = Turn(
             tokenizer,
-            self._format,
-            tools=choice.offered,
-            parallel=self._parallel,
-            continued=self._continued,
+            choice,
+            params,
+            parallel=body.parallel_tool_calls is not False,
+            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
         )
+        self._usage = UsageCounter()
 
     @property
     def usage(self) -> Usage:
         """The tokens read and written so far."""
-        return self._usage.usage(self._answers.reasoning_tokens)
+        return self._usage.usage(self._turn.answers.reasoning_tokens)
 
     async def prompt_token_ids(self) -> list[int]:
         """What the model will read.
@@ -96,63 +76,15 @@ class Conversation:
     async def answers(self) -> AsyncGenerator[tuple[RequestOutput, AnswerParts], None]:
         """Each output, with the parts that are new in every answer that it tells of."""
         prompt = await self.prompt_token_ids()
-        outputs = self._serving.generate(prompt, self._in_form(prompt))
+        outputs = self._serving.generate(prompt, self._turn.params(prompt))
         async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
             async for output in outputs:
                 self._usage.add(0, output)
-                yield output, [(answer, self._answers.read(output, answer)) for answer in output.outputs]
+                yield output, [(answer, self._turn.answers.read(output, answer)) for answer in output.outputs]
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """Why an answer ended, in the words of OpenAI's API."""
-        return self._answers.finish_reason(answer)
-
-    def _in_form(self, prompt: list[int]) -> SamplingParams:
-        """The parameters, with the grammar of what an answer to this prompt must look like, if it must."""
-        form = self._params.structured_outputs
-        if form is None and not self._enforced:
-            return self._params
-        choice = self._choice
-        thinking = thinking_of(self._tokenizer, prompt, self._continued)
-        grammar = AnswerGrammar(
-            self._format,
-            self._tokenizer.added_tokens,
-            thinking,
-            begun=self._continued is not None and thinking == "over",
-            tools=choice.forced or choice.offered,
-            parallel=self._parallel,
-        )
-        if not self._enforced:
-            whole = grammar.of_form(structured_outputs(form))
-        elif choice.forced:
-            whole = grammar.of_calls()
-        elif form is not None:
-            whole = grammar.of_form_or_calls(structured_outputs(form))
-        else:
-            whole = grammar.of_text_and_calls()
-        return replace(self._params, structured_outputs=whole)
-
-
-def _enforces_calls(choice: ToolChoice, params: SamplingParams) -> bool:
-    """Whether a grammar has to write the calls.
-
-    Raises:
-        InvalidRequestError: something else decides what is written, too.
-    """
-    form = params.structured_outputs
-    if not (choice.forced or choice.is_strict or (choice.offered and form is not None)):
-        return False
-    if choice.forced and form is not None:
-        named = structured_outputs(form).named
-        raise InvalidRequestError(
-            f"tool_choice asks for nothing but a call, {named} for text of a form; send one of them", named
-        )
-    for name, given in (
-        ("use_beam_search", params.use_beam_search),
-        ("allowed_token_ids", params.allowed_token_ids is not None),
-    ):
-        if given:
-            raise InvalidRequestError(f"{name}: does not go with tool calls that are enforced", name)
-    return True
+        return self._turn.answers.finish_reason(answer)
 
 
 def _template_kwargs(body: ChatRequest, tools: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,10 +1,17 @@
-"""Answers: the outputs of a chat as parts (text, reasoning, tool calls), for every protocol alike."""
+"""Answers: the outputs of a chat as parts (text, reasoning, tool calls), for every way in alike."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
-from mlx_paged_attention.text.answer import AnswerParser, Part
+from mlx_paged_attention.engine.outputs import ChatAnswer, CompletionOutput, RequestOutput, ToolCall
+from mlx_paged_attention.text.answer import (
+    AnswerParser,
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 from mlx_paged_attention.text.answer_format import AnswerFormat
 from mlx_paged_attention.text.reasoning_tokens import ReasoningTokens
 from mlx_paged_attention.text.thinking import thinking_of
@@ -57,6 +64,22 @@ class Answers:
         if answer.finish_reason is not None:
             parts += parser.finish()
         return parts
+
+    def whole(self, output: RequestOutput, answer: CompletionOutput) -> ChatAnswer:
+        """One answer of a final output."""
+        content, reasoning, begun, arguments = "", "", list[ToolCallBegin](), list[str]()
+        for part in self.read(output, answer):
+            match part:
+                case TextDelta(text):
+                    content += text
+                case ReasoningDelta(text):
+                    reasoning += text
+                case ToolCallBegin():
+                    begun.append(part)
+                case ToolCallArguments(_, text):
+                    arguments.append(text)
+        calls = [ToolCall(c.call_id, c.name, text) for c, text in zip(begun, arguments, strict=True)]
+        return ChatAnswer(content, reasoning, calls)
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """Why it ended, in the words of OpenAI's API."""
