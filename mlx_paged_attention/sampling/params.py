@@ -31,6 +31,15 @@ UNUSED_BY_BEAMS: dict[str, Any] = {
 }
 
 
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "use_beam_search",
+)
+
+
 class RowThinking(msgspec.Struct, frozen=True, kw_only=True):
     """When a row's reasoning has to end.
 
@@ -138,7 +147,8 @@ class SamplingParams:
         priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
-        shown_special_ids: control tokens that the text keeps; it is without the others.
+        skip_special_tokens: leave control tokens out of the text; those that end an answer always are.
+        shown_special_ids: control tokens that the text keeps all the same.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -173,6 +183,7 @@ class SamplingParams:
     priority: int = 0
     cache_salt: str | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
     shown_special_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -204,7 +215,7 @@ class SamplingParams:
             _integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_INT)
         self._check_stops()
         self._check_token_lists()
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "use_beam_search"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
         self._check_beam_search()

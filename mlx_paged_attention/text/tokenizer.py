@@ -142,7 +142,12 @@ class Tokenizer:
         shown_special_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> Detokenizer:
-        """A fresh :class:`Detokenizer` for one sequence; the shown special tokens are not skipped."""
+        """A fresh :class:`Detokenizer` for one sequence.
+
+        Args:
+            skip_special_tokens: if not, those that end an answer are skipped all the same.
+            shown_special_ids: are not skipped.
+        """
         backend = self._backend
         skips_all = skip_special_tokens and not shown_special_ids
 
@@ -154,7 +159,9 @@ class Tokenizer:
             stop=stop,
             include_stop=include_stop,
             min_tokens=min_tokens,
-            silent_ids=self.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset(),
+            silent_ids=self.special_ids.difference(shown_special_ids)
+            if skip_special_tokens
+            else self.special_ids.intersection(self.eos_token_ids),
         )
 
     @cached_property

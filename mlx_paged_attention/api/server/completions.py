@@ -54,7 +54,7 @@ class _CompletionChunks:
             "model": serving.model_name(body.model),
         }
         self._params = body.sampling_params(serving.defaults, **self._own_params())
-        self._prompts = _prompt_list(body.prompt)
+        self._prompts = self._prompt_list(body.prompt)
         choices = len(self._prompts) * self._params.num_sequences
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
@@ -65,6 +65,18 @@ class _CompletionChunks:
             raise InvalidRequestError("echo needs a tokenizer, and this model was loaded without", "echo")
         self._usage = UsageCounter()
         self._writers: dict[int, _ChoiceWriter] = {}
+
+    def _prompt_list(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+        """One prompt or several, as several."""
+        single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        prompts: list[Any] = [prompt] if single else list(prompt)
+        tokenizer = self._serving.llm.tokenizer
+        if self._body.add_special_tokens is not False or tokenizer is None:
+            return prompts
+        return [
+            tokenizer.encode(one, add_special_tokens=False) if isinstance(one, str) else one
+            for one in prompts
+        ]
 
     def _own_params(self) -> dict[str, Any]:
         own: dict[str, Any] = {"logprobs": self._body.logprobs}
@@ -93,13 +105,16 @@ class _CompletionChunks:
         writer = self._writers.get(index)
         first = writer is None
         if writer is None:
-            writer = self._writers[index] = _ChoiceWriter(self._serving, self._body.logprobs)
+            writer = self._writers[index] = _ChoiceWriter(
+                self._serving, self._body.logprobs, as_ids=self._body.return_tokens_as_token_ids
+            )
         if first and self._echo:
             writer.add(self._prompt_text(output), output.prompt_token_ids, output.prompt_logprobs)
         if not self._prompt_only:
             writer.add(answer.text, answer.token_ids, answer.logprobs)
         text, logprobs = writer.take()
         show_prompt = first and self._body.prompt_logprobs is not None
+        ids = self._body.return_token_ids
         return CompletionChoice(
             index=index,
             text=text,
@@ -107,6 +122,8 @@ class _CompletionChunks:
             finish_reason="length" if self._prompt_only and answer.finish_reason else answer.finish_reason,
             stop_reason=None if self._prompt_only else answer.stop_reason,
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs) if show_prompt else UNSET,
+            token_ids=([] if self._prompt_only else list(answer.token_ids)) if ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids if ids and first else UNSET,
         )
 
     def _prompt_text(self, output: RequestOutput) -> str:
@@ -120,8 +137,9 @@ class _CompletionChunks:
 class _ChoiceWriter:
     """Builds one choice's next chunk and remembers how far its text has come."""
 
-    def __init__(self, serving: Serving, logprobs: int | None) -> None:
+    def __init__(self, serving: Serving, logprobs: int | None, *, as_ids: bool | None) -> None:
         self._serving = serving
+        self._as_ids = as_ids
         self._alternatives = logprobs
         self._offset = 0
         self._text = ""
@@ -141,7 +159,7 @@ class _ChoiceWriter:
     def _add_position(self, token_id: int, entries: dict[int, Logprob] | None) -> None:
         assert self._alternatives is not None
         sampled = None if entries is None else entries[token_id]
-        token = self._serving.token_string(token_id, sampled)
+        token = self._serving.token_string(token_id, sampled, as_id=self._as_ids)
         result = self._logprobs
         result.tokens.append(token)
         result.text_offset.append(self._offset)
@@ -152,7 +170,7 @@ class _ChoiceWriter:
             return
         result.token_logprobs.append(finite(sampled.logprob))
         top = {
-            self._serving.token_string(other, entry): finite(entry.logprob)
+            self._serving.token_string(other, entry, as_id=self._as_ids): finite(entry.logprob)
             for other, entry in reversed(ranked(entries, self._alternatives))
         }
         result.top_logprobs.append({token: finite(sampled.logprob)} | top)
@@ -186,17 +204,10 @@ async def _collect(chunks: AsyncGenerator[list[Completion], None]) -> Completion
 def _append(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.finish_reason = part.finish_reason or whole.finish_reason
     whole.stop_reason = whole.stop_reason if part.stop_reason is None else part.stop_reason
+    if whole.token_ids is not UNSET and part.token_ids is not UNSET:
+        whole.token_ids += part.token_ids
     if whole.logprobs is not None and part.logprobs is not None:
         whole.logprobs.tokens += part.logprobs.tokens
         whole.logprobs.token_logprobs += part.logprobs.token_logprobs
         whole.logprobs.top_logprobs += part.logprobs.top_logprobs
         whole.logprobs.text_offset += part.logprobs.text_offset
-
-
-def _prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """One prompt or several, as several."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)

@@ -23,6 +23,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_key",  # a routing hint: prefixes are shared here by their content
         "prompt_cache_retention",
         "parallel_tool_calls",  # says how to use tools, which only chat has
+        "spaces_between_special_tokens",  # tokenizers written in Python put them there; none is here
     }
 )
 
@@ -38,6 +39,26 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("only text is generated; leave it out", ()),
     "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
     "store": ("answers are not stored here; leave it out or send false", (False,)),
+    "echo": ("messages are not repeated in the answer; put them before it yourself", (False,)),
+    "add_special_tokens": (
+        "the chat template writes a conversation's special tokens itself; leave it out or send false",
+        (False,),
+    ),
+    "truncate_prompt_tokens": ("prompts are not cut; send a shorter one", ()),
+    "documents": (
+        "send them as chat_template_kwargs {'documents': [...]}, where the model's template knows them",
+        ([],),
+    ),
+    "chat_template": (
+        "templates from requests are not run; the model's own is used, and chat_template_kwargs steer it",
+        (),
+    ),
+    "logits_processors": (
+        "no code from requests is run; use logit_bias, bad_words, allowed_token_ids or structured_outputs",
+        ([],),
+    ),
+    "mm_processor_kwargs": ("only text is read; leave it out", ({},)),
+    "include_reasoning": ("reasoning is told apart in /v1/chat/completions only", (True,)),
     "continue_final_message": (
         "there are no messages here: end the prompt where the answer is to go on",
         (False,),
@@ -85,6 +106,9 @@ class GenerationRequest(BaseModel):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(lambda value: _biases(value))] = None
     allowed_token_ids: list[int] | None = None
@@ -176,6 +200,7 @@ class CompletionRequest(GenerationRequest):
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -189,6 +214,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
