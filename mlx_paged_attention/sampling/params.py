@@ -218,17 +218,17 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
         self._check_beam_search()
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidRequestError("cache_salt must be a non-empty string", "cache_salt")
-        if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
-            if self.allowed_token_ids is not None:
-                raise InvalidRequestError(
-                    "allowed_token_ids cannot be combined with structured_outputs; leave it out",
-                    "allowed_token_ids",
-                )
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            named = structured_outputs(self.structured_outputs).named
+            raise InvalidRequestError(
+                f"allowed_token_ids cannot be combined with {named}; leave it out", "allowed_token_ids"
+            )
 
     def _check_stops(self) -> None:
         if self.stop is not None and not isinstance(self.stop, str):
@@ -254,6 +254,8 @@ class SamplingParams:
         for name, needed in UNUSED_BY_BEAMS.items():
             value = getattr(self, name)
             asked = value is not None if name == "thinking_token_budget" else bool(value)
+            if isinstance(value, StructuredOutputsParams):
+                name = value.named
             if asked and value != needed and not (name == "top_k" and value == -1):
                 change = (
                     f"leave {name} out"

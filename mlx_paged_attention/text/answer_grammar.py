@@ -4,7 +4,6 @@ What is asked for, a form or tool calls, begins where the reasoning ends; the re
 Markers that are tokens of the vocabulary are tokens in the grammar, too; llguidance takes none for text.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.structured_outputs import StructuredOutputsParams
 from mlx_paged_attention.text.answer_format import AnswerFormat
-from mlx_paged_attention.text.grammar import form_grammar, json_rule
+from mlx_paged_attention.text.grammar import form_grammar, json_rule, lark_string
 from mlx_paged_attention.text.thinking import Thinking
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -82,7 +81,9 @@ class AnswerGrammar:
             return self._whole(f"PLAIN? | {self._calls(all_strict=False)}", "tools")
         begin = self._text_until(calls.starts[0])
         rest = self._calls(all_strict=False, begun=calls.starts[0])
-        return self._whole(f"({begin} {rest}){'*' if self._parallel else '?'} TEXT", "tools")
+        assert calls.layout is not None
+        several = self._parallel and calls.layout.separator is not None
+        return self._whole(f"({begin} {rest}){'*' if several else '?'} TEXT", "tools")
 
     def _whole(self, answer: str, named: str) -> StructuredOutputsParams:
         before = ""
@@ -146,7 +147,7 @@ class AnswerGrammar:
             at = found.end()
         items.append(text[at:])
         return " ".join(
-            f"<[{self._tokens[item]}]>" if item in self._tokens else json.dumps(item, ensure_ascii=False)
+            f"<[{self._tokens[item]}]>" if item in self._tokens else lark_string(item)
             for item in items
             if item
         )

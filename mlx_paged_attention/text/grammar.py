@@ -47,6 +47,11 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False, named: str = 
         raise refused(f"the JSON schema cannot be written as JSON: {error}", named) from None
 
 
+def lark_string(text: str) -> str:
+    """A text, not empty, as a string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def form_grammar(asked: StructuredOutputsParams) -> str:
     """The Lark grammar of what is asked for, as text, without options of the compiler; not checked yet.
 
@@ -63,7 +68,7 @@ def form_grammar(asked: StructuredOutputsParams) -> str:
         except ValueError as error:
             raise refused(f"regex: {error}", asked.named) from None
     elif asked.choice is not None:
-        body = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+        body = "start: " + " | ".join(map(lark_string, asked.choice))
     else:
         assert asked.grammar is not None
         if "%llguidance" in asked.grammar:

@@ -48,6 +48,7 @@ def accepts(tokenizer, asked, text):
         ({"regex": r"\d{3}/[a-z]+"}, ["123/ab"], ["12/ab", "123/", "123/a1", "12٣/ab"]),
         ({"regex": "^a\n?$"}, ["a", "a\n"], ["b", "aa"]),
         ({"choice": ["yes", 'n"o', "é/\\n", "yes!"]}, ["yes", "yes!", 'n"o', "é/\\n"], ["ye", "no", "n"]),
+        ({"choice": ["\x7f\x00\t\u2028", "\\d"]}, ["\x7f\x00\t\u2028", "\\d"], ["1", "\\x7f"]),
         ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["(x", "()"]),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}, ["1", "null"], ['"a"']),
     ],
