@@ -60,6 +60,13 @@ def test_texts_of_the_form_pass_and_no_others(tokenizer, asked, good, bad):
         assert not accepts(tokenizer, asked, text), text
 
 
+def test_a_pattern_with_a_needless_escape_is_enforced(tokenizer):
+    """ggml-org/llama.cpp#19051"""
+    asked = {"json": {"type": "string", "pattern": "^hello there indeed\\!$"}}
+    assert accepts(tokenizer, asked, '"hello there indeed!"')
+    assert not accepts(tokenizer, asked, '"hello"')
+
+
 def test_a_rule_of_a_schema_fits_into_a_grammar(tokenizer):
     asked = {"grammar": f'start: "<call>" args "</call>"\nargs: {json_rule(SCHEMA)}'}
     assert accepts(tokenizer, asked, '<call>{"a":1}</call>')
