@@ -23,6 +23,7 @@ class StructuredOutputsParams:
         choice: the answer is one of these texts.
         grammar: a context-free grammar in the Lark dialect of llguidance; the answer is its ``start``.
         named: what the caller calls it, for messages.
+        composed: the grammar holds what the caller asked for; its lines are not the caller's.
 
     Raises:
         InvalidRequestError: none or several are given, or one is of the wrong type.
@@ -34,6 +35,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     named: str = field(default=FIELD, repr=False, compare=False)
+    composed: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
@@ -71,7 +73,7 @@ class StructuredOutputsParams:
         return refused(reason, self.named)
 
 
-_FORMS = tuple(field.name for field in fields(StructuredOutputsParams) if field.name != "named")
+_FORMS = tuple(field.name for field in fields(StructuredOutputsParams) if field.compare)
 
 
 def structured_outputs(value: Any, named: str = FIELD) -> StructuredOutputsParams:

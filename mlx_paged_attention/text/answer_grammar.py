@@ -95,7 +95,7 @@ class AnswerGrammar:
                 before = f"({self._written(start)} {before})?"
             before += " GAP?"
         rules = [f"start: {before} answer", f"answer: {answer}", *self._rules, *_TERMINALS]
-        return StructuredOutputsParams(grammar="\n".join(rules), named=named)
+        return StructuredOutputsParams(grammar="\n".join(rules), named=named, composed=True)
 
     def _form(self, form: StructuredOutputsParams) -> str:
         self._rules.append(f"form: %lark {{\n{form_grammar(form)}\n}}")

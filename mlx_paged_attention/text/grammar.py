@@ -26,7 +26,7 @@ LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 
 # Without forced tokens: finding them in a grammar like a{1000000} takes seconds in the middle of an answer.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-_POSITION, _QUOTED = re.compile(r"at (\d+)\((\d+)\): "), re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_POSITION, _QUOTED = re.compile(r"(?:at )?(\d+)\((\d+)\): "), re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _PROBE = '{"a": [1, "é"]}'
 
 
@@ -114,7 +114,9 @@ class Grammars:
             except InvalidRequestError as error:
                 raise refused(str(error).removeprefix(f"{FIELD}: "), asked.named) from None
         if isinstance(known, str):
-            raise refused(_without_our_lines(known, told=asked.grammar is not None), asked.named)
+            raise refused(
+                _without_our_lines(known, told=asked.grammar is not None and not asked.composed), asked.named
+            )
         return source
 
     def is_known(self, asked: StructuredOutputsParams) -> bool:

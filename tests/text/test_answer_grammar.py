@@ -221,6 +221,18 @@ def test_what_cannot_be_enforced_is_refused_as_tools(tokenizer, one, message):
     assert error.value.param == "tools"
 
 
+def test_a_refusal_quotes_no_lines_that_the_client_has_not_written(tokenizer):
+    form = structured_outputs({"grammar": 'start: "a"\n  b'})
+    for asked, line in (
+        (form, "line 2"),
+        (grammar(tokenizer, FORMATS["hermes"], "open").of_form(form), None),
+    ):
+        with pytest.raises(InvalidRequestError) as error:
+            tokenizer.grammars.compile(asked)
+        assert ("line" in str(error.value)) == (line is not None)
+        assert "TEXT" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["harmony", "kimi_k3"])
 def test_strict_arguments_beside_free_text_are_refused_where_text_has_markers(tokenizer, name):
     with pytest.raises(InvalidRequestError, match="tool_choice 'required'"):
