@@ -16,10 +16,12 @@ class ToolChoice:
     Attributes:
         offered: go into the prompt, and may be called.
         forced: those of which an answer must call one; empty if it may do without.
+        is_named: the request names the function, which is then called once.
     """
 
     offered: list[dict[str, Any]]
     forced: list[dict[str, Any]]
+    is_named: bool = False
 
     @property
     def is_strict(self) -> bool:
@@ -57,7 +59,8 @@ def tool_choice_of(
             "answer yourself",
             "tools",
         )
-    return ToolChoice(tools, [tool for tool in tools if tool["function"]["name"] in chosen])
+    forced = [tool for tool in tools if tool["function"]["name"] in chosen]
+    return ToolChoice(tools, forced, is_named=isinstance(tool_choice, dict))
 
 
 def _chosen(tool_choice: Any, names: set[str]) -> set[str]:

@@ -76,7 +76,7 @@ class Turn:
             thinking,
             begun=self._continued is not None and thinking == "over",
             tools=choice.forced or choice.offered,
-            parallel=self._parallel,
+            parallel=self._parallel and not choice.is_named,
         )
         if not self._enforced:
             whole = grammar.of_form(structured_outputs(form))
