@@ -106,6 +106,12 @@ class AnswerGrammar:
         assert self._format.tool_calls is not None
         layout = self._format.tool_calls.layout
         assert layout is not None
+        if self._format.opening and not self._opening:
+            raise InvalidRequestError(
+                "continue_final_message: in this model's format no call can be enforced inside an answer that "
+                "has begun; leave it out",
+                "continue_final_message",
+            )
         opening, before = layout.opening, layout.before
         if begun:
             opening, before = opening.removeprefix(begun), before if opening else before.removeprefix(begun)

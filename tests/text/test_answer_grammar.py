@@ -239,6 +239,13 @@ def test_strict_arguments_beside_free_text_are_refused_where_text_has_markers(to
         grammar(tokenizer, FORMATS[name], tools=[tool("f", strict=True)]).of_text_and_calls()
 
 
+def test_an_answer_that_is_continued_has_its_form_but_no_opening(tokenizer):
+    form = structured_outputs({"choice": ["yes"]})
+    assert grammar(tokenizer, FORMATS["harmony"], begun=True).of_form(form) is form
+    with pytest.raises(InvalidRequestError, match="continue_final_message"):
+        grammar(tokenizer, FORMATS["harmony"], begun=True).of_calls()
+
+
 def test_mistral_and_deepseek_write_as_their_templates_do():
     names = find_format("[TOOL_CALLS]", {"[ARGS]"}, offers_tools=True).tool_calls
     lists = find_format("[TOOL_CALLS]", set(), offers_tools=True).tool_calls

@@ -1,5 +1,6 @@
 """``POST /v1/completions``: continue one or several prompts, as text or token ids."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -54,7 +55,7 @@ class _CompletionChunks:
             "model": serving.model_name(body.model),
         }
         self._params = body.sampling_params(serving.defaults, **self._own_params())
-        self._prompts = self._prompt_list(body.prompt)
+        self._prompts = _prompt_list(body.prompt)
         choices = len(self._prompts) * self._params.num_sequences
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
@@ -66,17 +67,16 @@ class _CompletionChunks:
         self._usage = UsageCounter()
         self._writers: dict[int, _ChoiceWriter] = {}
 
-    def _prompt_list(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-        """One prompt or several, as several."""
-        single = isinstance(prompt, str) or isinstance(prompt[0], int)
-        prompts: list[Any] = [prompt] if single else list(prompt)
+    async def _prompts_to_run(self) -> list[str | list[int]]:
+        """The prompts; as token ids where none of those that a bare prompt begins with are wanted."""
         tokenizer = self._serving.llm.tokenizer
         if self._body.add_special_tokens is not False or tokenizer is None:
-            return prompts
-        return [
-            tokenizer.encode(one, add_special_tokens=False) if isinstance(one, str) else one
-            for one in prompts
-        ]
+            return self._prompts
+
+        def encoded(prompt: str | list[int]) -> list[int]:
+            return tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+
+        return [await asyncio.to_thread(encoded, prompt) for prompt in self._prompts]
 
     def _own_params(self) -> dict[str, Any]:
         own: dict[str, Any] = {"logprobs": self._body.logprobs}
@@ -90,7 +90,8 @@ class _CompletionChunks:
         options = self._body.stream_options
         usage_at_end = not self._body.stream or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats
-        outputs = merge([self._serving.generate(prompt, self._params) for prompt in self._prompts])
+        prompts = await self._prompts_to_run()
+        outputs = merge([self._serving.generate(prompt, self._params) for prompt in prompts])
         async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
             async for prompt_index, output in outputs:
                 self._usage.add(prompt_index, output, completion=not self._prompt_only)
@@ -211,3 +212,12 @@ def _append(whole: CompletionChoice, part: CompletionChoice) -> None:
         whole.logprobs.token_logprobs += part.logprobs.token_logprobs
         whole.logprobs.top_logprobs += part.logprobs.top_logprobs
         whole.logprobs.text_offset += part.logprobs.text_offset
+
+
+def _prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """One prompt or several, as several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
