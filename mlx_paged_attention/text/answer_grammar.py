@@ -108,7 +108,7 @@ class AnswerGrammar:
         assert layout is not None
         if self._format.opening and not self._opening:
             raise InvalidRequestError(
-                "continue_final_message: in this model's format no call can be enforced inside an answer that "
+                "continue_final_message: in this model's format no call can be enforced in an answer that "
                 "has begun; leave it out",
                 "continue_final_message",
             )
