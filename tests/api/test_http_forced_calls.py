@@ -12,6 +12,7 @@ from tiny_text_model import MARKERS, PIECES, VOCAB_SIZE, write_tiny_text_model
 
 from mlx_paged_attention.api.async_llm import AsyncLLM
 from mlx_paged_attention.api.server.app import create_app
+from mlx_paged_attention.sampling.params import SamplingParams
 
 PARAMETERS = {
     "type": "object",
@@ -191,6 +192,19 @@ async def test_a_form_begins_after_the_reasoning(client: httpx.AsyncClient, form
             assert content == '"left"'
     assert thoughts[0]
     assert thoughts[1] is None
+
+
+async def test_a_form_begins_after_the_reasoning_in_process_too(llm: AsyncLLM) -> None:
+    asked = SamplingParams(
+        thinking_token_budget=5,
+        structured_outputs={"choice": ["left"]},
+        max_tokens=30,
+        seed=1,
+        logit_bias=dict.fromkeys([IDS["</think>"], *range(0x80, 0x100)], -100),
+    )
+    outputs = llm.chat([{"role": "user", "content": "Where?"}], asked, output_kind="final", open=True)
+    (output,) = [output async for output in outputs]
+    assert re.fullmatch(r"(?s).{5}</think>\s*left", output.outputs[0].text)
 
 
 async def test_strict_arguments_follow_the_schema_when_the_model_decides_to_call(
