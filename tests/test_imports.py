@@ -29,7 +29,7 @@ ALLOWED = {
     "cache": set(),
     "text": set(),
     "ops": set(),
-    "sampling": set(),
+    "sampling": {"text.reasoning_tokens"},
     "scheduler": {"cache"},
     "models": {"ops"},
     # The engine's blocks are the scheduler's; the cache for mlx-lm's generation keeps a table of its own.

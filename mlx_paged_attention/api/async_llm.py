@@ -11,12 +11,15 @@ from typing import Any, Self
 
 from mlx_paged_attention.api.llm import Message, Prompt, check_sleep_level, checked_params, make_config
 from mlx_paged_attention.api.start import start_engine
+from mlx_paged_attention.api.tools import ToolChoice
+from mlx_paged_attention.api.turn import Turn
 from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.group import Emit, OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.sampling.structured_outputs import structured_outputs
+from mlx_paged_attention.text.messages import normalize_messages
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 # Characters or token ids beyond which a prompt is prepared off the event loop: a megabyte of text
@@ -188,11 +191,22 @@ class AsyncLLM:
         output_kind: OutputKind = "cumulative",
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation; ``template_options`` go to the model's chat template."""
+        """Answer a conversation; ``template_options`` go to the model's chat template.
+
+        Texts are what the model writes, the markers of its reasoning included; a form begins after these.
+        """
         if self.tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
         token_ids = await asyncio.to_thread(self.tokenizer.chat_token_ids, messages, **template_options)
-        outputs = self.generate(token_ids, sampling_params, request_id, output_kind=output_kind)
+        continues = template_options.get("continue_final_message")
+        turn = Turn(
+            self.tokenizer,
+            ToolChoice([], []),
+            checked_params(sampling_params),
+            continued=normalize_messages(messages)[-1]["content"] if continues else None,
+        )
+        params = turn.params(token_ids)
+        outputs = self.generate(token_ids, params, request_id, output_kind=output_kind)
         async with aclosing(outputs):  # closing this iterator must close, and so abort, that one
             async for output in outputs:
                 yield output

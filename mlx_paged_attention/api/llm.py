@@ -4,17 +4,22 @@ import queue
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from tqdm.auto import tqdm
 
+from mlx_paged_attention.api.answers import Answers
 from mlx_paged_attention.api.report import counted
 from mlx_paged_attention.api.start import start_engine
+from mlx_paged_attention.api.tools import tool_choice_of
+from mlx_paged_attention.api.turn import Turn
 from mlx_paged_attention.config import EngineConfig
 from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.messages import normalize_messages
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -104,12 +109,17 @@ class LLM:
         sampling_params: Params | None = None,
         *,
         use_tqdm: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations.
 
+        Each answer's ``text`` is what the model wrote; its ``chat`` has reasoning, content and calls apart.
+
         Args:
             messages: dicts with ``role`` and ``content``.
+            tools: functions that may be called, as OpenAI's API writes them; so is ``tool_choice``.
             template_options: passed to the model's chat template.
 
         Raises:
@@ -127,8 +137,24 @@ class LLM:
             raise InvalidRequestError("there are no messages to answer", "messages")
         single = isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
+        choice = tool_choice_of(tools, tool_choice, self.tokenizer)
+        if choice.offered:
+            template_options["tools"] = choice.offered
         prompts = [self.tokenizer.chat_token_ids(one, **template_options) for one in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        turns = [
+            Turn(
+                self.tokenizer,
+                choice,
+                params,
+                continued=normalize_messages(one)[-1]["content"]
+                if template_options.get("continue_final_message")
+                else None,
+            )
+            for one, params in zip(conversations, _one_each(sampling_params, len(conversations)), strict=True)
+        ]
+        params = [turn.params(prompt) for turn, prompt in zip(turns, prompts, strict=True)]
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        return [_read(turn.answers, output) for turn, output in zip(turns, outputs, strict=True)]
 
     def stats(self) -> EngineStats:
         """Blocks, requests and cache counts after the last step."""
@@ -245,6 +271,10 @@ def _one_each(params: Any, count: int) -> list[SamplingParams]:
             "sampling_params",
         )
     return [checked_params(one) for one in params]
+
+
+def _read(answers: Answers, output: RequestOutput) -> RequestOutput:
+    return replace(output, outputs=[replace(one, chat=answers.whole(output, one)) for one in output.outputs])
 
 
 def _type(value: object) -> str:

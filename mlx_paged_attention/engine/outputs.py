@@ -20,6 +20,33 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that was offered.
+
+    Attributes:
+        arguments: JSON, or what the model wrote in its place.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """An answer in a conversation, as its model's format tells its parts apart.
+
+    Attributes:
+        content: the answer proper.
+        reasoning: what was thought before.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One answer.
 
@@ -31,6 +58,7 @@ class CompletionOutput:
         cumulative_logprob: sum over all tokens so far; ``None`` unless logprobs were asked for.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or ``None`` while it runs.
         stop_reason: the stop string or stop token id that ended it; ``None`` for end of sequence.
+        chat: the text, read, in outputs of :meth:`LLM.chat`.
     """
 
     index: int
@@ -40,6 +68,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    chat: ChatAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ import msgspec
 
 from mlx_paged_attention.engine.outputs import EngineInfo
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.params import RowSampling, SamplingParams
+from mlx_paged_attention.sampling.params import RowSampling, RowThinking, SamplingParams
 from mlx_paged_attention.sampling.structured_outputs import structured_outputs
 from mlx_paged_attention.scheduler.request import Request
+from mlx_paged_attention.text.reasoning_tokens import ReasoningTokens
+from mlx_paged_attention.text.thinking import thinking_of
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 
@@ -65,6 +67,7 @@ def row_sampling(
     tokenizer: Tokenizer | None,
     index: int,
     seeds: random.Random,
+    thinking: RowThinking | None = None,
 ) -> RowSampling:
     """What the sampler needs for answer ``index`` of a request.
 
@@ -104,7 +107,42 @@ def row_sampling(
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         bad_words=[word for word in bad_words if max(word) < info.vocab_size],
         grammar=grammar,
+        thinking=thinking,
     )
+
+
+def row_thinking(
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],
+) -> RowThinking | None:
+    """When the reasoning of an answer that has begun with some output must end, if it must.
+
+    Raises:
+        InvalidRequestError: this model's answers do not mark their reasoning.
+    """
+    if params.thinking_token_budget is None:
+        return None
+    reasoning = None if tokenizer is None else tokenizer.answer_format.reasoning
+    if tokenizer is None or reasoning is None:
+        raise InvalidRequestError(
+            "thinking_token_budget: this model marks no reasoning in its answers, or in an unknown way; "
+            "leave it out, and limit the whole answer with max_tokens",
+            "thinking_token_budget",
+        )
+
+    def ids(marker: str) -> list[int]:
+        return tokenizer.encode(marker, add_special_tokens=False)
+
+    start, end = map(ids, reasoning)
+    # Offered or not, a call that begins in the reasoning must not be cut short.
+    ends = [ids(marker) for marker in tokenizer.answer_format.markers("reasoning", tools=True)]
+    inside = thinking_of(tokenizer, prompt_token_ids) == "open"
+    so_far = ReasoningTokens(start, ends, in_reasoning=inside)
+    so_far.add(output_token_ids)
+    left = max(0, params.thinking_token_budget - so_far.count)
+    return RowThinking(budget=left, start=start, ends=ends, closing=end, inside=so_far.inside)
 
 
 def continue_grammar(child: Request, parent: Request) -> None:

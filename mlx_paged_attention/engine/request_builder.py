@@ -12,10 +12,16 @@ from mlx_paged_attention.cache.block_hash import BlockHasher
 from mlx_paged_attention.engine.beams import BeamGroup
 from mlx_paged_attention.engine.group import Emit, OutputKind, RequestGroup
 from mlx_paged_attention.engine.outputs import EngineInfo
-from mlx_paged_attention.engine.prompt import check_token_ids, continue_grammar, row_sampling, tokenize
+from mlx_paged_attention.engine.prompt import (
+    check_token_ids,
+    continue_grammar,
+    row_sampling,
+    row_thinking,
+    tokenize,
+)
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.sampling.params import RowThinking, SamplingParams
 from mlx_paged_attention.scheduler.queue import Policy
 from mlx_paged_attention.scheduler.request import Request
 from mlx_paged_attention.text.tokenizer import Tokenizer
@@ -79,10 +85,11 @@ class RequestBuilder:
         max_tokens = params.max_tokens or max(1, self._info.longest_sequence - len(token_ids))
         if params.use_beam_search:
             return self._beams(request_id, text, token_ids, params, max_tokens, arrival, emit)
+        thinking = row_thinking(params, self._tokenizer, token_ids, [])
         sequences: list[Sequence] = []
         for index in range(params.num_sequences):
             name = request_id if params.num_sequences == 1 else f"{request_id}#{index}"
-            request = self._request(name, token_ids, params, index, max_tokens, arrival)
+            request = self._request(name, token_ids, params, index, max_tokens, arrival, thinking=thinking)
             self._check_fits(request)
             if self._hasher is not None:
                 # Here, on the caller's thread, and once for all answers: a long prompt takes a while.
@@ -131,8 +138,11 @@ class RequestBuilder:
         # What scores its prompt cannot share it.
         shares = params.prompt_logprobs is None and not params.use_beam_search
         fork = self.build(request_id, list(parent.token_ids), params, kind=kind, emit=emit)
+        thinking = row_thinking(params, self._tokenizer, parent.prompt_token_ids, parent.output_token_ids)
         for sequence in fork.sequences:
             continue_grammar(sequence.request, parent)
+            sampling = sequence.request.sampling
+            sequence.request.sampling = msgspec.structs.replace(sampling, thinking=thinking)
         return fork, parent if shares else None
 
     def beam(
@@ -197,10 +207,12 @@ class RequestBuilder:
         index: int,
         max_tokens: int,
         arrival: float,
+        *,
         candidates: int | None = None,
+        thinking: RowThinking | None = None,
     ) -> Request:
         """The scheduler's request for answer ``index``; or one that reports candidates and is steered."""
-        sampling = row_sampling(params, self._info, self._tokenizer, index, self._seeds)
+        sampling = row_sampling(params, self._info, self._tokenizer, index, self._seeds, thinking)
         if candidates is not None:
             sampling = msgspec.structs.replace(sampling, logprobs=candidates)
         return Request(

@@ -26,6 +26,7 @@ class Sequence:
             self._detokenizer = tokenizer.detokenizer(
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
                 shown_special_ids=params.shown_special_ids,
                 min_tokens=params.min_tokens,
             )

@@ -61,10 +61,13 @@ class RowGrammar:
         else:
             self.complete = self.matcher.is_stopped()
 
-    def finish_mask(self, words: npt.NDArray[np.uint32], banned: Sequence[int]) -> None:
+    def finish_mask(
+        self, words: npt.NDArray[np.uint32], banned: Sequence[int], forced: int | None = None
+    ) -> None:
         """Complete the matcher's mask: stops where it may end, and without ``banned`` if that leaves any.
 
         Args:
+            forced: the only token allowed, if the grammar allows it here: it may not within a character.
             words: ``[mask words]``, bit ``i % 32`` of word ``i // 32`` is token ``i``; changed in place.
         """
         if self.matcher.is_error():
@@ -72,7 +75,11 @@ class RowGrammar:
         elif self.matcher.is_accepting():
             _set(words, self._stop_ids, True)
         kept = words.copy()
-        _set(kept, banned, False)
+        if forced is not None and _has(words, forced):
+            kept[:] = 0
+            _set(kept, [forced], True)
+        else:
+            _set(kept, banned, False)
         if kept.any():
             words[:] = kept
         elif self.failure is None and not words.any():
@@ -125,8 +132,13 @@ class MaskFiller:
         matchers = [(grammar.matcher, place) for place, (_, grammar) in enumerate(grammars)]
         self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
         for place, (index, grammar) in enumerate(grammars):
-            grammar.finish_mask(words[place], rows[index].banned_ids())
+            grammar.finish_mask(words[place], rows[index].banned_ids(), rows[index].forced_id)
         return GrammarMasks(np.array([index for index, _ in grammars], np.int32), words)
+
+
+def _has(words: npt.NDArray[np.uint32], token_id: int) -> bool:
+    word, bit = divmod(token_id, 32)
+    return word < len(words) and bool(words[word] >> np.uint32(bit) & np.uint32(1))
 
 
 def _set(words: npt.NDArray[np.uint32], token_ids: Iterable[int], value: bool) -> None:

@@ -27,7 +27,35 @@ UNUSED_BY_BEAMS: dict[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": None,
     "structured_outputs": None,
+    "thinking_token_budget": None,
 }
+
+
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "use_beam_search",
+)
+
+
+class RowThinking(msgspec.Struct, frozen=True, kw_only=True):
+    """When a row's reasoning has to end.
+
+    Attributes:
+        budget: tokens that it may take from here on.
+        start: token ids of the marker that begins it.
+        ends: those of each marker that ends it.
+        closing: of these, the one that is forced when the budget is used up.
+        inside: the prompt ends inside it.
+    """
+
+    budget: int
+    start: list[int]
+    ends: list[list[int]]
+    closing: list[int]
+    inside: bool
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +72,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
         bad_words: token sequences that must not be completed.
         grammar: source of the grammar that the output must follow.
         num_grammar_tokens: how many of the prompt's last tokens that grammar has read already.
+        thinking: when the reasoning has to end, if it has to.
     """
 
     temperature: float
@@ -63,17 +92,19 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: list[list[int]] = []
     grammar: str | None = None
     num_grammar_tokens: int = 0
+    thinking: RowThinking | None = None
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a token can be sampled while the one before it is still on its way to the host.
 
-        Penalties, bad words and grammars look at it; top-p alone may find only once it is there that its
-        set was larger than the candidates.
+        Penalties, bad words, grammars and budgets look at it; top-p alone may find only once it is there that
+        its set was larger than the candidates.
         """
         penalised = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         top_p_alone = self.temperature > 0.0 and self.top_p < 1.0 and self.top_k == 0
-        return not (penalised or self.bad_words or top_p_alone or self.grammar is not None)
+        steered = self.grammar is not None or self.thinking is not None
+        return not (penalised or self.bad_words or top_p_alone or steered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +142,13 @@ class SamplingParams:
         bad_words: words that must not be generated.
         structured_outputs: the form that the answer must have, as :class:`StructuredOutputsParams` or a
             dict of the same names; the answer ends where nothing more is allowed.
+        thinking_token_budget: after so many tokens of reasoning, in each answer, the marker that ends it is
+            forced. For models whose answers mark their reasoning.
         priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
-        shown_special_ids: control tokens that the text keeps; it is without the others.
+        skip_special_tokens: leave control tokens out of the text; those that end an answer always are.
+        shown_special_ids: control tokens that the text keeps all the same.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -145,9 +179,11 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
     shown_special_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -175,22 +211,24 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _integer(name, value, 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            _integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_INT)
         self._check_stops()
         self._check_token_lists()
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "use_beam_search"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
         self._check_beam_search()
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidRequestError("cache_salt must be a non-empty string", "cache_salt")
-        if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
-            if self.allowed_token_ids is not None:
-                raise InvalidRequestError(
-                    "allowed_token_ids cannot be combined with structured_outputs; leave it out",
-                    "allowed_token_ids",
-                )
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            named = structured_outputs(self.structured_outputs).named
+            raise InvalidRequestError(
+                f"allowed_token_ids cannot be combined with {named}; leave it out", "allowed_token_ids"
+            )
 
     def _check_stops(self) -> None:
         if self.stop is not None and not isinstance(self.stop, str):
@@ -215,7 +253,10 @@ class SamplingParams:
             return
         for name, needed in UNUSED_BY_BEAMS.items():
             value = getattr(self, name)
-            if value and value != needed and not (name == "top_k" and value == -1):
+            asked = value is not None if name == "thinking_token_budget" else bool(value)
+            if isinstance(value, StructuredOutputsParams):
+                name = value.named
+            if asked and value != needed and not (name == "top_k" and value == -1):
                 change = (
                     f"leave {name} out"
                     if needed is None

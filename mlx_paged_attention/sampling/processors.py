@@ -29,7 +29,8 @@ def process_logits(
 
     Masked tokens get exactly -inf. Masks never leave a row empty: if ``bad_words`` and ``min_tokens``
     together forbid every token that is allowed, the row's allowed tokens (without
-    ``allowed_token_ids``, all of them) win. A grammar's mask comes last, and has these bans in it.
+    ``allowed_token_ids``, all of them) win. A forced token is the only one allowed, whatever is banned. A
+    grammar's mask comes last, and has both in it.
 
     Args:
         logits: ``[rows, vocab]``, any floating-point type; not changed.
@@ -86,6 +87,9 @@ def _collect(rows: Sequence[SamplingRow], vocab: int) -> tuple[_Updates, _Update
             subtracted = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
             if len(ids):
                 penalties.append((start + ids, repetition, subtracted.astype(np.float32)))
+        if row.grammar is None and row.forced_id is not None:
+            allowed.append((np.array([start + row.forced_id]), np.array([index], np.int32)))
+            continue
         if row.allowed_ids is not None:
             allowed.append((start + row.allowed_ids, np.array([index], np.int32)))
         if row.grammar is None and (forbidden := row.banned_ids()):

@@ -8,6 +8,7 @@ from llguidance import LLMatcher
 
 from mlx_paged_attention.sampling.grammar import RowGrammar
 from mlx_paged_attention.sampling.params import RowSampling
+from mlx_paged_attention.sampling.thinking_budget import ThinkingBudget
 
 # Below this a temperature is greedy: dividing by it leaves the sampling distribution to rounding.
 MIN_TEMPERATURE = 1e-5
@@ -31,6 +32,7 @@ class SamplingRow:
         num_outputs: tokens sampled, one that is on its way included: the index of the next random number.
         penalized: the tokens that penalties look at, or ``None`` when the row has no penalty.
         grammar: where the output stands in its grammar, or ``None``.
+        budget: how much its reasoning may yet take, or ``None``.
     """
 
     def __init__(
@@ -60,6 +62,9 @@ class SamplingRow:
         if matcher is not None:
             read = token_ids[num_prompt_tokens - sampling.num_grammar_tokens :]
             self.grammar = RowGrammar(matcher, read, sampling.stop_ids)
+        self.budget: ThinkingBudget | None = None
+        if sampling.thinking is not None:
+            self.budget = ThinkingBudget(sampling.thinking, self.output_token_ids)
 
     @property
     def greedy(self) -> bool:
@@ -78,6 +83,13 @@ class SamplingRow:
             self.penalized.add(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
+        if self.budget is not None:
+            self.budget.advance(token_id)
+
+    @property
+    def forced_id(self) -> int | None:
+        """The token that must come next, or ``None``."""
+        return None if self.budget is None else self.budget.forced_id
 
     def banned_ids(self) -> list[int]:
         """Ids that must not come next: stops before ``min_tokens``, and last tokens of bad words.

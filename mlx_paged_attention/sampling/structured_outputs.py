@@ -2,10 +2,13 @@
 
 import json as json_text
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
+
+# What messages call a form if its caller has no other name for it.
+FIELD = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,8 @@ class StructuredOutputsParams:
             back-references; ``\\d`` and ``\\w`` are ASCII, as in JSON schemas.
         choice: the answer is one of these texts.
         grammar: a context-free grammar in the Lark dialect of llguidance; the answer is its ``start``.
+        named: what the caller calls it, for messages.
+        composed: the grammar holds what the caller asked for; its lines are not the caller's.
 
     Raises:
         InvalidRequestError: none or several are given, or one is of the wrong type.
@@ -29,30 +34,49 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    named: str = field(default=FIELD, repr=False, compare=False)
+    composed: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self)]
-        given = [name for name in names if getattr(self, name) not in (None, False)]
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"{' and '.join(given)} were" if given else "none of them was"
-            raise _refused(f"give exactly one of {', '.join(names)}; {what} given")
-        if self.json is not None:
-            schema = parsed(self.json) if isinstance(self.json, str) else self.json
-            if not isinstance(schema, dict):
-                raise _refused("json must be a JSON schema: an object, or the text of one")
+            raise self._refused(f"give exactly one of {', '.join(_FORMS)}; {what} given")
+        if self.json is not None and not isinstance(self.schema, dict):
+            raise self._refused("json must be a JSON schema: an object, or the text of one")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise _refused(f"{name} must be a text that is not empty")
-        if self.json_object not in (None, True, False):
-            raise _refused("json_object must be true or left out")
+                raise self._refused(f"{name} must be a text that is not empty")
+        if not isinstance(self.json_object, bool | None):
+            raise self._refused("json_object must be true or left out")
         if self.choice is not None:
             several = isinstance(self.choice, Sequence) and not isinstance(self.choice, str) and self.choice
             if not several or not all(isinstance(text, str) and text for text in self.choice):
-                raise _refused("choice must be a list of texts that are not empty")
+                raise self._refused("choice must be a list of texts that are not empty")
+
+    @property
+    def schema(self) -> Any:
+        """``json`` as an object.
+
+        Raises:
+            InvalidRequestError: it is a text that is no JSON.
+        """
+        if not isinstance(self.json, str):
+            return self.json
+        try:
+            return json_text.loads(self.json)
+        except (ValueError, RecursionError) as error:
+            raise self._refused(f"json is not valid JSON: {error}") from None
+
+    def _refused(self, reason: str) -> InvalidRequestError:
+        return refused(reason, self.named)
 
 
-def structured_outputs(value: Any) -> StructuredOutputsParams:
+_FORMS = tuple(field.name for field in fields(StructuredOutputsParams) if field.compare)
+
+
+def structured_outputs(value: Any, named: str = FIELD) -> StructuredOutputsParams:
     """The parameters themselves, or a dict of them.
 
     Raises:
@@ -61,25 +85,14 @@ def structured_outputs(value: Any) -> StructuredOutputsParams:
     if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        raise _refused(f"must be a StructuredOutputsParams or a dict, not {type(value).__name__}")
-    known = [field.name for field in fields(StructuredOutputsParams)]
+        raise refused(f"must be a StructuredOutputsParams or a dict, not {type(value).__name__}", named)
     for name in value:
-        if name not in known:
-            raise _refused(f"{str(name)[:100]!r} is not supported; give exactly one of {', '.join(known)}")
-    return StructuredOutputsParams(**value)
+        if name not in _FORMS:
+            known = ", ".join(_FORMS)
+            raise refused(f"{str(name)[:100]!r} is not supported; give exactly one of {known}", named)
+    return StructuredOutputsParams(**value, named=named)
 
 
-def parsed(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        InvalidRequestError: it is none.
-    """
-    try:
-        return json_text.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _refused(f"json is not valid JSON: {error}") from None
-
-
-def _refused(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs: {reason}", "structured_outputs")
+def refused(reason: str, named: str = FIELD) -> InvalidRequestError:
+    """The error of a form that cannot be enforced."""
+    return InvalidRequestError(f"{named}: {reason}", named)

@@ -105,6 +105,8 @@ class AnswerParser:
         self._start = ""
         self._begun_in: _State = "text"
         self._searched = 0
+        self._first_end = -1  # inside a JSON text of the call, where it may be no end
+        self._scanned = 0  # of the buffer outside of calls: no marker begins before
 
     def push(self, text: str) -> list[Part]:
         """Take more of the answer; returns what is certain now."""
@@ -135,7 +137,7 @@ class AnswerParser:
                 return True
             if not last and any(opening.startswith(bare) for opening in self._calls.openings):
                 return False
-        found = self._search[self._state].search(self._buffer)
+        found = self._search[self._state].search(self._buffer, self._scanned)
         held = len(self._buffer) if last else self._begun_marker()
         if found is not None and found.start() < held:
             self._pass_marker(parts, found)
@@ -145,6 +147,7 @@ class AnswerParser:
             text = text.rstrip()
         self._say(parts, text)
         self._buffer = self._buffer[len(text) :]
+        self._scanned = max(0, len(self._buffer) - self._longest[self._state])
         return False
 
     def _begun_marker(self) -> int:
@@ -165,18 +168,18 @@ class AnswerParser:
             self._begin_call(space + found[0], found.end())
             return
         self._buffer = self._buffer[found.end() :]
-        self._state = kind
+        self._state, self._scanned = kind, 0
         self._trims = True
 
     def _begin_call(self, start: str, length: int) -> None:
-        self._start, self._begun_in, self._searched = start, self._state, 0
+        self._start, self._begun_in, self._searched, self._first_end = start, self._state, 0, -1
         self._buffer = self._buffer[length:]
         self._state = "call"
 
     def _step_in_call(self, parts: list[Part], last: bool) -> bool:
         assert self._calls is not None
         end = self._calls.end
-        at = self._buffer.find(end, self._searched) if end else -1
+        at = self._find_end()
         if at < 0 and not last:
             self._searched = max(0, len(self._buffer) - len(end) + 1)
             return False
@@ -189,7 +192,10 @@ class AnswerParser:
                 self._buffer[at + len(end) :],
             )
         calls = None if end and at < 0 else read_calls(self._calls.parse, body, self._tools)
-        self._buffer = rest
+        if calls is None and self._first_end >= 0:  # then it was the end
+            cut = self._first_end + len(end)
+            whole, rest = self._buffer[:cut], self._buffer[cut:]
+        self._buffer, self._scanned = rest, 0
         if calls is None:
             self._state, self._trims = self._begun_in, False
             self._say(parts, self._start + whole)
@@ -202,6 +208,16 @@ class AnswerParser:
             self.num_calls += 1
         self._state, self._trims, self._at_start = "text" if self._parallel else "done", True, False
         return bool(rest)
+
+    def _find_end(self) -> int:
+        """Where the call's end marker is, if it is there; one inside a text of its JSON arguments is none."""
+        assert self._calls is not None
+        end = self._calls.end
+        at = self._buffer.find(end, self._searched) if end else -1
+        while at >= 0 and self._calls.layout is not None and _is_in_text(self._buffer[:at]):
+            self._first_end = at if self._first_end < 0 else self._first_end
+            at = self._buffer.find(end, at + len(end))
+        return at
 
     def _say(self, parts: list[Part], text: str) -> None:
         if self._trims:
@@ -219,6 +235,11 @@ class AnswerParser:
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     # Of markers that begin alike the longest is meant.
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
+
+
+def _is_in_text(json: str) -> bool:
+    """Whether a JSON value that goes on after this is inside one of its texts."""
+    return re.sub(r"\\.", "", json, flags=re.DOTALL).count('"') % 2 == 1
 
 
 def _joined(parts: list[Part]) -> list[Part]:

@@ -5,9 +5,11 @@ three formats more: Llama 3's bare JSON, DeepSeek's, and the channels of gpt-oss
 """
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from mlx_paged_attention.text import call_layout
+from mlx_paged_attention.text.call_layout import CallLayout, json_layout
 from mlx_paged_attention.text.tool_parsers import (
     parse_deepseek,
     parse_harmony,
@@ -31,6 +33,7 @@ class ToolCallFormat:
         control_tokens: those that a call is written with, besides the markers.
         openings: an answer that begins so is a call, without a start.
         short_ids: the template refuses ids that are not nine letters and digits.
+        layout: how a grammar has calls written; ``None`` if their arguments are no JSON.
     """
 
     starts: tuple[str, ...]
@@ -39,6 +42,7 @@ class ToolCallFormat:
     control_tokens: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     short_ids: bool = False
+    layout: CallLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,24 @@ class AnswerFormat:
         reasoning: what begins it and what ends it.
         tool_calls: ``None`` if the template cannot offer tools, or calls are written in an unknown way.
         dropped: markers of the answer proper, which say nothing to a reader.
+        resume: what follows the end of the reasoning, before whatever comes next.
+        opening: what begins the answer proper.
     """
 
     reasoning: tuple[str, str] | None = None
     tool_calls: ToolCallFormat | None = None
     dropped: tuple[str, ...] = ()
+    resume: str = ""
+    opening: str = ""
+
+    def with_json_calls(self) -> "AnswerFormat":
+        """The format of calls that a grammar writes: the model's own if its arguments are JSON, else JSON
+        between the model's markers."""
+        calls = self.tool_calls
+        if calls is None or calls.layout is not None:
+            return self
+        layout = json_layout(calls.starts[0], calls.end)
+        return replace(self, tool_calls=replace(calls, parse=parse_json, layout=layout))
 
     def markers(self, state: str, *, tools: bool) -> dict[str, MarkerKind]:
         """The markers that count in ``"text"`` or ``"reasoning"``, with what follows each.
@@ -97,10 +114,12 @@ def find_format(template: str, vocabulary: Container[str], *, offers_tools: bool
                 "<|start|>assistant",
                 "<|end|>",
             ),
+            resume="<|start|>assistant",
+            opening="<|channel|>final<|message|>",
         )
     dropped = _XTML_FRAME if _is_xtml(vocabulary) else ()
     calls = _tool_call_format(template, vocabulary) if offers_tools else None
-    return AnswerFormat(_reasoning(vocabulary), calls, dropped)
+    return AnswerFormat(_reasoning(vocabulary), calls, dropped, opening=dropped[0] if dropped else "")
 
 
 def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
@@ -117,21 +136,25 @@ def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
 def _tool_call_format(template: str, vocabulary: Container[str]) -> ToolCallFormat | None:
     for words, name in _SIGNS:
         if all(word in template for word in words):
-            return _known(name)
+            if name == "mistral":
+                names = "[ARGS]" in vocabulary
+                return _known(name, call_layout.MISTRAL_NAMES if names else call_layout.MISTRAL_LIST)
+            return _known(name, call_layout.KIMI_K2 if name == "kimi_k2" else None)
     if _is_xtml(vocabulary):
         return _known("kimi_k3")
     if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
         return _known("pythonic")
     if "<｜tool▁calls▁begin｜>" in vocabulary:
-        return _DEEPSEEK
+        fenced = "```json" in template
+        return replace(_DEEPSEEK, layout=call_layout.DEEPSEEK_FENCED if fenced else call_layout.DEEPSEEK_BARE)
     if "<|python_tag|>" in vocabulary and '"parameters"' in template:
         return _LLAMA3
     if "<tool_call>" in template:
-        return ToolCallFormat(("<tool_call>",), "</tool_call>", parse_json)
+        return ToolCallFormat(("<tool_call>",), "</tool_call>", parse_json, layout=call_layout.HERMES)
     return None
 
 
-def _known(name: str) -> ToolCallFormat:
+def _known(name: str, layout: CallLayout | None = None) -> ToolCallFormat:
     parser = parser_of_mlx_lm(name)
     return ToolCallFormat(
         (parser.tool_call_start,),
@@ -139,6 +162,7 @@ def _known(name: str) -> ToolCallFormat:
         parser.parse_tool_call,
         _CONTROL_TOKENS.get(name, ()),
         short_ids=name == "mistral",
+        layout=layout,
     )
 
 
@@ -195,11 +219,16 @@ _DEEPSEEK = ToolCallFormat(
     ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 )
 _LLAMA3 = ToolCallFormat(
-    ("<|python_tag|>",), "", parse_llama3, openings=('{"name"', '{"type"', '{"function"')
+    ("<|python_tag|>",),
+    "",
+    parse_llama3,
+    openings=('{"name"', '{"type"', '{"function"'),
+    layout=call_layout.LLAMA3,
 )
 _HARMONY = ToolCallFormat(
     ("<|channel|>commentary to=functions.", "<|start|>assistant to=functions."),
     "",
     parse_harmony,
     ("<|constrain|>",),
+    layout=call_layout.HARMONY,
 )

@@ -14,7 +14,7 @@ import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.structured_outputs import StructuredOutputsParams, parsed
+from mlx_paged_attention.sampling.structured_outputs import FIELD, StructuredOutputsParams, refused
 from mlx_paged_attention.text.grammar_checker import GrammarChecker
 
 # Of a grammar's text. Schemas of real programs have up to some tens of kilobytes.
@@ -26,49 +26,59 @@ LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 
 # Without forced tokens: finding them in a grammar like a{1000000} takes seconds in the middle of an answer.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-_POSITION, _QUOTED = re.compile(r"at (\d+)\((\d+)\): "), re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_POSITION, _QUOTED = re.compile(r"(?:at )?(\d+)\((\d+)\): "), re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _PROBE = '{"a": [1, "é"]}'
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False, named: str = FIELD) -> str:
     """What stands for a JSON value of this schema on the right-hand side of a rule in a Lark grammar.
+
+    Args:
+        lenient: leave out what cannot be enforced, in place of refusing it.
+        named: what the caller calls it, for the message.
 
     Raises:
         InvalidRequestError: the schema is nested too deeply, or is not JSON.
     """
     # Ours replaces the schema's own options, which could turn checks off.
     try:
-        return "%json " + json.dumps({**schema, "x-guidance": {"coerce_one_of": True}})
+        return "%json " + json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": lenient}})
     except (RecursionError, TypeError, ValueError) as error:
-        raise _refused(f"the JSON schema cannot be written as JSON: {error}") from None
+        raise refused(f"the JSON schema cannot be written as JSON: {error}", named) from None
 
 
-def grammar_source(asked: StructuredOutputsParams) -> str:
-    """The Lark grammar of what is asked for, as text; not checked yet.
+def lark_string(text: str) -> str:
+    """A text, not empty, as a string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def form_grammar(asked: StructuredOutputsParams) -> str:
+    """The Lark grammar of what is asked for, as text, without options of the compiler; not checked yet.
 
     Raises:
         InvalidRequestError: it is too long, or sets options of the compiler.
     """
     if asked.json is not None:
-        schema = parsed(asked.json) if isinstance(asked.json, str) else asked.json
-        body = "start: " + json_rule(schema)
+        body = "start: " + json_rule(asked.schema, named=asked.named)
     elif asked.json_object:
         body = "start: " + json_rule({"type": "object"})
     elif asked.regex is not None:
         try:
             body = "start: /" + regex_to_lark(asked.regex, "dw") + "/"
         except ValueError as error:
-            raise _refused(f"regex: {error}") from None
+            raise refused(f"regex: {error}", asked.named) from None
     elif asked.choice is not None:
-        body = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+        body = "start: " + " | ".join(map(lark_string, asked.choice))
     else:
         assert asked.grammar is not None
         if "%llguidance" in asked.grammar:
-            raise _refused("grammar must not set options of the compiler (%llguidance)")
+            raise refused("grammar must not set options of the compiler (%llguidance)", asked.named)
         body = asked.grammar
     if len(body) > MAX_CHARACTERS:
-        raise _refused(f"the grammar has {len(body)} characters; at most {MAX_CHARACTERS} are compiled")
-    return _HEADER + body
+        raise refused(
+            f"the grammar has {len(body)} characters; at most {MAX_CHARACTERS} are compiled", asked.named
+        )
+    return body
 
 
 class Grammars:
@@ -83,8 +93,8 @@ class Grammars:
     def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int]) -> None:
         self._backend = backend
         self._eos_token_ids = list(eos_token_ids)
-        added = backend.get_added_tokens_decoder().values()
-        self._checker = GrammarChecker([token.content for token in added], LIMITS)
+        added = backend.get_added_tokens_decoder()
+        self._checker = GrammarChecker({i: token.content for i, token in added.items()}, LIMITS)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | str | None = None
         # By source: what is copied for each answer, or why there is none.
@@ -96,12 +106,17 @@ class Grammars:
         Raises:
             InvalidRequestError: it cannot be enforced; the message says why.
         """
-        source = grammar_source(asked)
+        source = _HEADER + form_grammar(asked)
         known = self._recall(source)
         if known is None:
-            known = self._remember(source, self._compile(source))
+            try:
+                known = self._remember(source, self._compile(source))
+            except InvalidRequestError as error:
+                raise refused(str(error).removeprefix(f"{FIELD}: "), asked.named) from None
         if isinstance(known, str):
-            raise _refused(_without_our_lines(known, told=asked.grammar is not None))
+            raise refused(
+                _without_our_lines(known, told=asked.grammar is not None and not asked.composed), asked.named
+            )
         return source
 
     def is_known(self, asked: StructuredOutputsParams) -> bool:
@@ -110,7 +125,7 @@ class Grammars:
         Raises:
             InvalidRequestError: as :meth:`compile`.
         """
-        return self._recall(grammar_source(asked)) is not None
+        return self._recall(_HEADER + form_grammar(asked)) is not None
 
     def new_matcher(self, source: str) -> LLMatcher:
         """A matcher at its start, for a source that :meth:`compile` returned."""
@@ -145,7 +160,7 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = self._prepare()
             if isinstance(self._tokenizer, str):
-                raise _refused(self._tokenizer)
+                raise refused(self._tokenizer)
             return self._tokenizer
 
     def _prepare(self) -> LLTokenizer | str:
@@ -173,10 +188,6 @@ class Grammars:
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return result
-
-
-def _refused(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs: {reason}", "structured_outputs")
 
 
 def _without_our_lines(message: str, *, told: bool) -> str:

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.structured_outputs import FIELD
 
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
@@ -27,12 +28,12 @@ class GrammarChecker:
     again when one takes too long.
 
     Args:
-        special_tokens: texts of the special tokens, which grammars may name.
+        special_tokens: texts of the special tokens, by id, which grammars may name.
         limits: of the compiler, keyword arguments of ``LLParserLimits``.
     """
 
-    def __init__(self, special_tokens: Sequence[str], limits: dict[str, Any]) -> None:
-        self._special_tokens = list(special_tokens)
+    def __init__(self, special_tokens: Mapping[int, str], limits: dict[str, Any]) -> None:
+        self._special_tokens = list(special_tokens.items())
         self._limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,8 +67,7 @@ class GrammarChecker:
         if self._ask(self._special_tokens, _SECONDS_TO_START) is None:
             self._kill()
             raise InvalidRequestError(
-                "structured_outputs: the process that checks grammars does not start here; leave it out",
-                "structured_outputs",
+                f"{FIELD}: the process that checks grammars does not start here; leave it out", FIELD
             )
 
     def _ask(self, question: Any, seconds: float) -> str | None:

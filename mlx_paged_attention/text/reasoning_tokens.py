@@ -15,12 +15,13 @@ class ReasoningTokens:
 
     Attributes:
         count: so far.
+        inside: what comes next is reasoning.
     """
 
     def __init__(self, start: Sequence[int], ends: Sequence[Sequence[int]], *, in_reasoning: bool) -> None:
         self.count = 0
         self._start, self._ends = list(start), [list(end) for end in ends]
-        self._inside = in_reasoning
+        self.inside = in_reasoning
         self._longest = max(map(len, [self._start, *self._ends]))
         self._recent: list[int] = []  # since the last marker
 
@@ -28,11 +29,11 @@ class ReasoningTokens:
         """Count the answer's next tokens."""
         for token_id in token_ids:
             self._recent = [*self._recent[1 - self._longest :], token_id] if self._longest > 1 else [token_id]
-            self.count += self._inside
-            for marker in self._ends if self._inside else [self._start]:
+            self.count += self.inside
+            for marker in self._ends if self.inside else [self._start]:
                 if self._recent[-len(marker) :] == marker:
-                    if self._inside:
+                    if self.inside:
                         self.count -= len(marker)
-                    self._inside = not self._inside
+                    self.inside = not self.inside
                     self._recent = []
                     break

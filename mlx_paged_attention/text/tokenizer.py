@@ -26,6 +26,7 @@ class Tokenizer:
     """A model's vocabulary, special tokens and chat template. Immutable; any thread may use it.
 
     Attributes:
+        added_tokens: ids of control tokens and of others that stand for themselves, by text.
         chat_template: the model's, or ``None``.
         bos_token_id: beginning of sequence, or ``None``.
         eos_token_ids: every id that ends an answer, the tokenizer's own first.
@@ -51,6 +52,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self._special_tokens)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self._byte_fallback = backend.token_to_id("<0x0A>") is not None
 
     @classmethod
@@ -140,7 +142,12 @@ class Tokenizer:
         shown_special_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> Detokenizer:
-        """A fresh :class:`Detokenizer` for one sequence; the shown special tokens are not skipped."""
+        """A fresh :class:`Detokenizer` for one sequence.
+
+        Args:
+            skip_special_tokens: if not, those that end an answer are skipped all the same.
+            shown_special_ids: are not skipped.
+        """
         backend = self._backend
         skips_all = skip_special_tokens and not shown_special_ids
 
@@ -152,7 +159,9 @@ class Tokenizer:
             stop=stop,
             include_stop=include_stop,
             min_tokens=min_tokens,
-            silent_ids=self.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset(),
+            silent_ids=self.special_ids.difference(shown_special_ids)
+            if skip_special_tokens
+            else self.special_ids.intersection(self.eos_token_ids),
         )
 
     @cached_property

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -52,6 +52,8 @@ INFO = EngineInfo(
 
 class ByteTokenizer:
     """Every byte is a token; the template writes names, contents, tools' names and its other variables."""
+
+    added_tokens: Mapping[str, int] = {}
 
     def __init__(self, answer_format: AnswerFormat | None = None, reads: tuple[str, ...] = ()) -> None:
         self.answer_format = answer_format or AnswerFormat()

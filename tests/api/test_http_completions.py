@@ -198,6 +198,8 @@ async def test_every_sampling_field_reaches_the_engine(client: httpx.AsyncClient
         "stop_token_ids": [3],
         "include_stop_str_in_output": True,
         "ignore_eos": True,
+        "skip_special_tokens": False,
+        "thinking_token_budget": 5,
         "logprobs": 1,
         "prompt_logprobs": 1,
         "logit_bias": {"5": 1.5},

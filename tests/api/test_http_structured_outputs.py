@@ -133,6 +133,29 @@ async def test_bad_forms_are_client_errors_while_another_answer_streams(client: 
     assert (await chat(client, guided_choice=["ok"])).json()["choices"][0]["message"]["content"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}),
+        ("guided_json", {"type": "array", "uniqueItems": True}),
+        ("guided_regex", "("),
+        ("guided_choice", []),
+        ("guided_grammar", "start: foo"),
+        ("structured_outputs", {"json": "{"}),
+    ],
+)
+async def test_a_bad_form_is_refused_under_the_clients_own_name(
+    client: httpx.AsyncClient, field: str, value: Any
+) -> None:
+    for more in ({}, {"use_beam_search": True, "n": 2}, {"allowed_token_ids": [1]}):
+        response = await chat(client, **{field: value}, **more)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] in (field, *more)
+        assert field in error["message"]
+        assert field == "structured_outputs" or "structured_outputs" not in error["message"]
+
+
 async def test_a_body_nested_beyond_reason_is_a_client_error(client: httpx.AsyncClient) -> None:
     text = '{"a":' * 5000 + "1" + "}" * 5000
     content = f'{{"prompt": "a", "structured_outputs": {{"json": {text}}}}}'

@@ -208,6 +208,13 @@ async def test_reasoning_effort_is_for_templates_that_know_it() -> None:
     assert bytes(llm.prompts[-1]).decode() == "<user>hi<assistant>[reasoning_effort=low]"
 
 
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
+async def test_a_budget_for_the_reasoning_has_three_names(name: str) -> None:
+    llm = ScriptedLLM(["x"])
+    await whole(llm, extra_body={name: 0})
+    assert llm.params[-1].thinking_token_budget == 0
+
+
 NO_TOOLS = ScriptedLLM(["x"], reads=())
 NO_FORMAT = ScriptedLLM(["x"], answer_format=AnswerFormat())
 BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
@@ -216,8 +223,17 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
     *(
         (ScriptedLLM(["x"], answer_format=HERMES), change, param, message)
         for change, param, message in (
-            ({"tool_choice": "required"}, "tool_choice", "cannot be forced yet"),
-            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "forced yet"),
+            (
+                {"tool_choice": "required", "response_format": {"type": "json_object"}},
+                "response_format",
+                "nothing but a call",
+            ),
+            (
+                {"tool_choice": "required", "extra_body": {"allowed_token_ids": [1]}},
+                "allowed_token_ids",
+                "enforced",
+            ),
+            ({"tool_choice": "required", "tools": [tool("f g")]}, "tools", "letters, digits"),
             (
                 {"tool_choice": {"type": "function", "function": {"name": "z"}}},
                 "tool_choice",
@@ -232,10 +248,18 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
             ({"tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] must be"),
             ({"tools": [tool("f", parameters=[])]}, "tools", "parameters must be a JSON schema object"),
             ({"tools": [tool("f", description=1)]}, "tools", "description must be a string"),
-            ({"tools": [tool("f", strict=True)]}, "tools", "strict"),
-            ({"extra_body": {"thinking_budget": 5}}, "thinking_budget", "max_tokens"),
-            ({"extra_body": {"thinking_token_budget": 5}}, "thinking_token_budget", "max_tokens"),
-            ({"extra_body": {"max_reasoning_tokens": 5}}, "max_reasoning_tokens", "max_tokens"),
+            ({"tools": [tool("f", strict=1)]}, "tools", "strict must be true or false"),
+            ({"extra_body": {"thinking_budget": -1}}, "thinking_token_budget", "at least 0"),
+            (
+                {"extra_body": {"thinking_budget": 5, "max_reasoning_tokens": 5}},
+                "max_reasoning_tokens",
+                "names of one budget",
+            ),
+            (
+                {"extra_body": {"thinking_budget": 5, "continue_final_message": True}},
+                "thinking_token_budget",
+                "continue_final_message",
+            ),
             ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs", "tools"),
         )
     ),

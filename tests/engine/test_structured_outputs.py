@@ -107,7 +107,17 @@ def test_stop_strings_end_an_answer_inside_its_form(llm):
     assert (answer.text, answer.stop_reason) == ("ab", "c")
 
 
+def test_a_stop_token_ends_an_answer_inside_its_form(llm):
+    several = {"min_tokens": 0}, {"min_tokens": 3}
+    for values in several:
+        asked = params(structured_outputs={"regex": "abcabc"}, stop_token_ids=[ord("c")], **values)
+        ((answer,),) = generate(llm, ["?"], asked)
+        # Where nothing else is allowed, min_tokens cannot forbid it.
+        assert (answer.text, answer.finish_reason, answer.stop_reason) == ("abc", "stop", ord("c"))
+
+
 def test_neighbours_with_and_without_forms_do_not_touch_each_other(llm):
+    """dottxt-ai/outlines#757"""
     prompts = ["x" * (3 + 7 * i) for i in range(12)]
     several = []
     for i in range(12):
@@ -122,6 +132,7 @@ def test_neighbours_with_and_without_forms_do_not_touch_each_other(llm):
 
 
 def test_plain_requests_before_and_after_one_with_a_form_are_what_they_always_are(llm):
+    """waybarrios/vllm-mlx#784"""
     plain = params(structured_outputs=None, temperature=0, max_tokens=16, ignore_eos=True)
     ((first,),) = generate(llm, ["Tell me"], plain)
     for _ in range(2):
@@ -281,6 +292,25 @@ def test_the_default_model_answers_a_schema():
                 assert set(value) == {"name", "age"}
                 assert isinstance(value["name"], str)
                 assert isinstance(value["age"], int)
+
+
+async def test_a_request_that_is_cancelled_while_its_form_is_compiled_leaves_nothing_behind(async_llm):
+    async def ask(**values):
+        return [output async for output in async_llm.generate("?", params(**values))][-1]
+
+    await ask()
+    forms = [{"json": {"type": "integer", "multipleOf": 99_999_989 - number}} for number in range(3)]
+    several = [asyncio.create_task(ask(structured_outputs=form)) for form in forms]
+    await asyncio.sleep(0.2)
+    for task in several:
+        task.cancel()
+    assert all(
+        isinstance(result, asyncio.CancelledError)
+        for result in await asyncio.gather(*several, return_exceptions=True)
+    )
+    last = await ask(structured_outputs={"choice": ["fine"]})
+    assert last.outputs[0].text == "fine"
+    assert (async_llm.stats().running, async_llm.stats().waiting) == (0, 0)
 
 
 async def test_known_forms_and_free_requests_do_not_wait_for_the_hostile(async_llm):

@@ -86,6 +86,22 @@ ANSWERS: list[Case] = [
         hermes("get_weather", '{"city": "Zürich 🙂 \\"<tool_call>\\""}'),
         [("call", "get_weather", '{"city": "Zürich 🙂 \\"<tool_call>\\""}')],
     ),
+    # The end marker inside an argument is no end; inside what is no call, it is.
+    (
+        "hermes",
+        hermes("get_weather", '{"city": "a\\\\</tool_call>\\"</tool_call> b"}') + " Done.",
+        [("call", "get_weather", '{"city": "a\\\\</tool_call>\\"</tool_call> b"}'), ("text", "Done.")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "oops}</tool_call>\n' + hermes("get_news", "{}"),
+        [("text", '<tool_call>{"name": "oops}</tool_call>'), NEWS],
+    ),
+    (
+        "hermes",
+        '<tool_call>"a</tool_call> b </tool_call>\n' + hermes("get_news", '{"a": "b'),
+        [("text", '<tool_call>"a</tool_call> b </tool_call>\n' + hermes("get_news", '{"a": "b'))],
+    ),
     # Arguments as text: passed on, whatever they are.
     ("hermes", hermes("get_news", '"{\\"a\\": 1}"'), [("call", "get_news", '{"a": 1}')]),
     ("hermes", hermes("get_news", '"not JSON"'), [("call", "get_news", "not JSON")]),

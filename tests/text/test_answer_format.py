@@ -56,6 +56,13 @@ def test_the_control_tokens_of_the_format_stay_in_the_text_and_no_others():
     assert "".join(map(detokenizer.push, answer)) + detokenizer.flush() == "a[TOOL_CALLS]f[ARGS]{é}"
 
 
+def test_all_control_tokens_can_be_kept_but_those_that_end_an_answer():
+    one = tokenizer()
+    detokenizer = one.detokenizer(skip_special_tokens=False)
+    answer = [256 + SPECIAL.index("[IMG]"), *b"a", 256 + SPECIAL.index("</s>")]
+    assert "".join(map(detokenizer.push, answer)) + detokenizer.flush() == "[IMG]a"
+
+
 def test_finding_a_format_imports_no_mlx():
     code = (
         "import sys\n"

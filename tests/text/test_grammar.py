@@ -48,6 +48,7 @@ def accepts(tokenizer, asked, text):
         ({"regex": r"\d{3}/[a-z]+"}, ["123/ab"], ["12/ab", "123/", "123/a1", "12٣/ab"]),
         ({"regex": "^a\n?$"}, ["a", "a\n"], ["b", "aa"]),
         ({"choice": ["yes", 'n"o', "é/\\n", "yes!"]}, ["yes", "yes!", 'n"o', "é/\\n"], ["ye", "no", "n"]),
+        ({"choice": ["\x7f\x00\t\u2028", "\\d"]}, ["\x7f\x00\t\u2028", "\\d"], ["1", "\\x7f"]),
         ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["(x", "()"]),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}, ["1", "null"], ['"a"']),
     ],
@@ -57,6 +58,13 @@ def test_texts_of_the_form_pass_and_no_others(tokenizer, asked, good, bad):
         assert accepts(tokenizer, asked, text), text
     for text in bad:
         assert not accepts(tokenizer, asked, text), text
+
+
+def test_a_pattern_with_a_needless_escape_is_enforced(tokenizer):
+    """ggml-org/llama.cpp#19051"""
+    asked = {"json": {"type": "string", "pattern": "^hello there indeed\\!$"}}
+    assert accepts(tokenizer, asked, '"hello there indeed!"')
+    assert not accepts(tokenizer, asked, '"hello"')
 
 
 def test_a_rule_of_a_schema_fits_into_a_grammar(tokenizer):

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from mlx_paged_attention.api.server.chunks import (
@@ -74,6 +74,7 @@ class _ChatChunks:
         async with aclosing(self._conversation.answers()) as outputs:
             async for output, answers in outputs:
                 choices: list[ChunkChoice] = []
+                first = not begun
                 for answer, parts in answers:
                     if answer.index not in begun:
                         begun.add(answer.index)
@@ -84,18 +85,26 @@ class _ChatChunks:
                 chunks = [ChatChunk(**self._header, choices=[choice], usage=usage) for choice in choices]
                 if output.prompt_logprobs is not None and chunks:
                     chunks[0].prompt_logprobs = prompt_logprobs_json(output.prompt_logprobs)
+                if self._body.return_token_ids and first and chunks:
+                    chunks[0].prompt_token_ids = output.prompt_token_ids
                 yield chunks
         if usage_at_end:
             yield [ChatChunk(**self._header, choices=[], usage=self._conversation.usage)]
 
     def _choices(self, answer: CompletionOutput, parts: list[Part]) -> list[ChunkChoice]:
         """One per part that is new; the last one has what goes with the tokens."""
-        deltas = [_delta(part) for part in parts if not isinstance(part, ToolCallEnd)] or [Delta(content="")]
+        left_out = (ToolCallEnd, ReasoningDelta) if self._body.include_reasoning is False else (ToolCallEnd,)
+        deltas = [_delta(part) for part in parts if not isinstance(part, left_out)] or [Delta(content="")]
         choices = [ChunkChoice(index=answer.index, delta=delta) for delta in deltas]
         if self._body.logprobs:
             choices[-1].logprobs = self._logprobs(answer)
+        if self._body.return_token_ids:
+            choices[-1].token_ids = list(answer.token_ids)
         if answer.finish_reason is not None:
-            choices[-1].finish_reason = self._conversation.finish_reason(answer)
+            reason = self._conversation.finish_reason(answer)
+            # A call of a function that the request named is no decision of the model's: as at OpenAI.
+            named = reason == "tool_calls" and isinstance(self._body.tool_choice, dict)
+            choices[-1].finish_reason = "stop" if named else reason
             choices[-1].stop_reason = answer.stop_reason
         return choices
 
@@ -104,7 +113,12 @@ class _ChatChunks:
         assert len(answer.logprobs) == len(answer.token_ids)
         return ChatLogprobs(
             [
-                self._serving.token_logprob(token_id, entries, top=self._body.top_logprobs or 0)
+                self._serving.token_logprob(
+                    token_id,
+                    entries,
+                    top=self._body.top_logprobs or 0,
+                    as_ids=self._body.return_tokens_as_token_ids,
+                )
                 for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True)
             ]
         )
@@ -147,6 +161,10 @@ class _Collected:
         if part.finish_reason is not None:
             choice.finish_reason = part.finish_reason
             choice.stop_reason = None if part.stop_reason is UNSET else part.stop_reason
+        if part.token_ids is not UNSET:
+            if choice.token_ids is UNSET:
+                choice.token_ids = []
+            choice.token_ids += part.token_ids
         if part.logprobs is not None:
             if choice.logprobs is None:
                 choice.logprobs = ChatLogprobs([])
@@ -174,11 +192,14 @@ async def _collect(chunks: AsyncGenerator[list[ChatChunk], None]) -> ChatComplet
     """The chunks of an answer as one: texts and lists joined, the last finish reason and the last usage."""
     choices: dict[int, _Collected] = {}
     prompt_logprobs: Any = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     last: ChatChunk | None = None
     async for several in chunks:
         for last in several:
             if last.prompt_logprobs is not UNSET:
                 prompt_logprobs = last.prompt_logprobs
+            if last.prompt_token_ids is not UNSET:
+                prompt_token_ids = last.prompt_token_ids
             for part in last.choices:
                 choices.setdefault(part.index, _Collected(part.index)).add(part)
     assert last is not None
@@ -190,4 +211,5 @@ async def _collect(chunks: AsyncGenerator[list[ChatChunk], None]) -> ChatComplet
         choices=[choices[index].finish() for index in sorted(choices)],
         usage=last.usage,
         prompt_logprobs=prompt_logprobs,
+        prompt_token_ids=prompt_token_ids,
     )

@@ -1,5 +1,6 @@
 """``POST /v1/completions``: continue one or several prompts, as text or token ids."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -66,6 +67,17 @@ class _CompletionChunks:
         self._usage = UsageCounter()
         self._writers: dict[int, _ChoiceWriter] = {}
 
+    async def _prompts_to_run(self) -> list[str | list[int]]:
+        """The prompts; as token ids where none of those that a bare prompt begins with are wanted."""
+        tokenizer = self._serving.llm.tokenizer
+        if self._body.add_special_tokens is not False or tokenizer is None:
+            return self._prompts
+
+        def encoded(prompt: str | list[int]) -> list[int]:
+            return tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+
+        return [await asyncio.to_thread(encoded, prompt) for prompt in self._prompts]
+
     def _own_params(self) -> dict[str, Any]:
         own: dict[str, Any] = {"logprobs": self._body.logprobs}
         if self._echo and self._body.logprobs is not None:
@@ -78,7 +90,8 @@ class _CompletionChunks:
         options = self._body.stream_options
         usage_at_end = not self._body.stream or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats
-        outputs = merge([self._serving.generate(prompt, self._params) for prompt in self._prompts])
+        prompts = await self._prompts_to_run()
+        outputs = merge([self._serving.generate(prompt, self._params) for prompt in prompts])
         async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
             async for prompt_index, output in outputs:
                 self._usage.add(prompt_index, output, completion=not self._prompt_only)
@@ -93,13 +106,16 @@ class _CompletionChunks:
         writer = self._writers.get(index)
         first = writer is None
         if writer is None:
-            writer = self._writers[index] = _ChoiceWriter(self._serving, self._body.logprobs)
+            writer = self._writers[index] = _ChoiceWriter(
+                self._serving, self._body.logprobs, as_ids=self._body.return_tokens_as_token_ids
+            )
         if first and self._echo:
             writer.add(self._prompt_text(output), output.prompt_token_ids, output.prompt_logprobs)
         if not self._prompt_only:
             writer.add(answer.text, answer.token_ids, answer.logprobs)
         text, logprobs = writer.take()
         show_prompt = first and self._body.prompt_logprobs is not None
+        ids = self._body.return_token_ids
         return CompletionChoice(
             index=index,
             text=text,
@@ -107,6 +123,8 @@ class _CompletionChunks:
             finish_reason="length" if self._prompt_only and answer.finish_reason else answer.finish_reason,
             stop_reason=None if self._prompt_only else answer.stop_reason,
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs) if show_prompt else UNSET,
+            token_ids=([] if self._prompt_only else list(answer.token_ids)) if ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids if ids and first else UNSET,
         )
 
     def _prompt_text(self, output: RequestOutput) -> str:
@@ -120,8 +138,9 @@ class _CompletionChunks:
 class _ChoiceWriter:
     """Builds one choice's next chunk and remembers how far its text has come."""
 
-    def __init__(self, serving: Serving, logprobs: int | None) -> None:
+    def __init__(self, serving: Serving, logprobs: int | None, *, as_ids: bool | None) -> None:
         self._serving = serving
+        self._as_ids = as_ids
         self._alternatives = logprobs
         self._offset = 0
         self._text = ""
@@ -141,7 +160,7 @@ class _ChoiceWriter:
     def _add_position(self, token_id: int, entries: dict[int, Logprob] | None) -> None:
         assert self._alternatives is not None
         sampled = None if entries is None else entries[token_id]
-        token = self._serving.token_string(token_id, sampled)
+        token = self._serving.token_string(token_id, sampled, as_id=self._as_ids)
         result = self._logprobs
         result.tokens.append(token)
         result.text_offset.append(self._offset)
@@ -152,7 +171,7 @@ class _ChoiceWriter:
             return
         result.token_logprobs.append(finite(sampled.logprob))
         top = {
-            self._serving.token_string(other, entry): finite(entry.logprob)
+            self._serving.token_string(other, entry, as_id=self._as_ids): finite(entry.logprob)
             for other, entry in reversed(ranked(entries, self._alternatives))
         }
         result.top_logprobs.append({token: finite(sampled.logprob)} | top)
@@ -186,6 +205,8 @@ async def _collect(chunks: AsyncGenerator[list[Completion], None]) -> Completion
 def _append(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.finish_reason = part.finish_reason or whole.finish_reason
     whole.stop_reason = whole.stop_reason if part.stop_reason is None else part.stop_reason
+    if whole.token_ids is not UNSET and part.token_ids is not UNSET:
+        whole.token_ids += part.token_ids
     if whole.logprobs is not None and part.logprobs is not None:
         whole.logprobs.tokens += part.logprobs.tokens
         whole.logprobs.token_logprobs += part.logprobs.token_logprobs

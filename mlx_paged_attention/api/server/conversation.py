@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from mlx_paged_attention.api.server.answers import Answers
 from mlx_paged_attention.api.server.chunks import Usage
 from mlx_paged_attention.api.server.protocol import ChatRequest
 from mlx_paged_attention.api.server.serving import Serving, UsageCounter
-from mlx_paged_attention.api.server.tools import shown_tools
+from mlx_paged_attention.api.tools import tool_choice_of
+from mlx_paged_attention.api.turn import Turn
 from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.text.answer import Part
@@ -41,29 +41,27 @@ class Conversation:
                 "chat needs a tokenizer, and the engine has none (skip_tokenizer_init)", "messages"
             )
         self._tokenizer = tokenizer
-        tools = shown_tools(body.tools, body.tool_choice, tokenizer)
-        self._template_kwargs = _template_kwargs(body, tools, tokenizer)
-        continues = body.continue_final_message
-        self._answers = Answers(
-            tokenizer,
-            tools=tools,
-            parallel=body.parallel_tool_calls is not False,
-            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
-        )
-        own: dict[str, Any] = {
-            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "shown_special_ids": tokenizer.answer_special_ids(tools=bool(tools)),
-        }
+        choice = tool_choice_of(body.tools, body.tool_choice, tokenizer)
+        self._template_kwargs = _template_kwargs(body, choice.offered, tokenizer)
+        own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
             own["max_tokens"] = body.max_completion_tokens
         # Without a limit of the client's or the model's, an answer may fill the context.
-        self._params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
+        params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
+        continues = body.continue_final_message
+        self._turn = Turn(
+            tokenizer,
+            choice,
+            params,
+            parallel=body.parallel_tool_calls is not False,
+            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
+        )
         self._usage = UsageCounter()
 
     @property
     def usage(self) -> Usage:
         """The tokens read and written so far."""
-        return self._usage.usage(self._answers.reasoning_tokens)
+        return self._usage.usage(self._turn.answers.reasoning_tokens)
 
     async def prompt_token_ids(self) -> list[int]:
         """What the model will read.
@@ -77,15 +75,16 @@ class Conversation:
 
     async def answers(self) -> AsyncGenerator[tuple[RequestOutput, AnswerParts], None]:
         """Each output, with the parts that are new in every answer that it tells of."""
-        outputs = self._serving.chat(self._messages, self._params, self._template_kwargs)
+        prompt = await self.prompt_token_ids()
+        outputs = self._serving.generate(prompt, self._turn.params(prompt))
         async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
             async for output in outputs:
                 self._usage.add(0, output)
-                yield output, [(answer, self._answers.read(output, answer)) for answer in output.outputs]
+                yield output, [(answer, self._turn.answers.read(output, answer)) for answer in output.outputs]
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """Why an answer ended, in the words of OpenAI's API."""
-        return self._answers.finish_reason(answer)
+        return self._turn.answers.finish_reason(answer)
 
 
 def _template_kwargs(body: ChatRequest, tools: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -3,7 +3,13 @@
 from typing import Any
 
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.structured_outputs import StructuredOutputsParams, structured_outputs
+from mlx_paged_attention.sampling.structured_outputs import (
+    StructuredOutputsParams,
+    refused,
+    structured_outputs,
+)
+
+_RESPONSE_FORMAT = "response_format"
 
 # What older clients of vLLM send, and the name of today.
 GUIDED = {
@@ -35,13 +41,9 @@ def requested_format(fields: dict[str, Any]) -> StructuredOutputsParams | None:
 
 
 def _form(name: str, value: Any) -> StructuredOutputsParams | None:
-    try:
-        if name == "response_format":
-            return _response_format(value)
-        return structured_outputs({GUIDED[name]: value} if name in GUIDED else value)
-    except InvalidRequestError as error:
-        reason = str(error).removeprefix("structured_outputs: ")
-        raise InvalidRequestError(f"{name}: {reason}", name) from None
+    if name == _RESPONSE_FORMAT:
+        return _response_format(value)
+    return structured_outputs({GUIDED[name]: value} if name in GUIDED else value, name)
 
 
 def _response_format(value: Any) -> StructuredOutputsParams | None:
@@ -49,22 +51,26 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     kind = value.get("type") if isinstance(value, dict) else None
     keys = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
     if not isinstance(kind, str) or kind not in keys:
-        raise InvalidRequestError("its type must be 'text', 'json_object' or 'json_schema'")
+        raise _refused("its type must be 'text', 'json_object' or 'json_schema'")
     _only(value, keys[kind])
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json_object=True, named=_RESPONSE_FORMAT)
     described = value.get("json_schema")
     if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
-        raise InvalidRequestError("json_schema must be an object with the schema under 'schema'")
+        raise _refused("json_schema must be an object with the schema under 'schema'")
     _only(described, {"name", "description", "schema", "strict"})
-    if described.get("strict") not in (None, True, False):
-        raise InvalidRequestError("json_schema.strict must be true or false")
-    return StructuredOutputsParams(json=described["schema"])
+    if not isinstance(described.get("strict"), bool | None):
+        raise _refused("json_schema.strict must be true or false")
+    return StructuredOutputsParams(json=described["schema"], named=_RESPONSE_FORMAT)
 
 
 def _only(value: dict[str, Any], known: set[str]) -> None:
     for key in value:
         if key not in known:
-            raise InvalidRequestError(f"{str(key)[:100]!r} is not supported here")
+            raise _refused(f"{str(key)[:100]!r} is not supported here")
+
+
+def _refused(reason: str) -> InvalidRequestError:
+    return refused(reason, _RESPONSE_FORMAT)

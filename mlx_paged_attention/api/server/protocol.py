@@ -23,14 +23,11 @@ NO_EFFECT = frozenset(
         "prompt_cache_key",  # a routing hint: prefixes are shared here by their content
         "prompt_cache_retention",
         "parallel_tool_calls",  # says how to use tools, which only chat has
+        "spaces_between_special_tokens",  # tokenizers written in Python put them there; none is here
     }
 )
 
 _NO_TOOLS = "tools are offered in /v1/chat/completions, as tools and tool_choice; use those"
-_NO_BUDGET = (
-    "reasoning cannot be cut short yet; limit the whole answer with max_tokens, or turn reasoning off with "
-    "chat_template_kwargs {'enable_thinking': false}, where the model's template knows that"
-)
 
 # Field: why it is refused and what to do, and the values that ask for nothing and so pass.
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -38,13 +35,30 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tool_choice": (_NO_TOOLS, ("none",)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
-    "thinking_budget": (_NO_BUDGET, ()),
-    "thinking_token_budget": (_NO_BUDGET, ()),
-    "max_reasoning_tokens": (_NO_BUDGET, ()),
     "suffix": ("text cannot be inserted between a prompt and a suffix; put both into the prompt", ("",)),
     "audio": ("only text is generated; leave it out", ()),
     "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
     "store": ("answers are not stored here; leave it out or send false", (False,)),
+    "echo": ("messages are not repeated in the answer; put them before it yourself", (False,)),
+    "add_special_tokens": (
+        "the chat template writes a conversation's special tokens itself; leave it out or send false",
+        (False,),
+    ),
+    "truncate_prompt_tokens": ("prompts are not cut; send a shorter one", ()),
+    "documents": (
+        "send them as chat_template_kwargs {'documents': [...]}, where the model's template knows them",
+        ([],),
+    ),
+    "chat_template": (
+        "templates from requests are not run; the model's own is used, and chat_template_kwargs steer it",
+        (),
+    ),
+    "logits_processors": (
+        "no code from requests is run; use logit_bias, bad_words, allowed_token_ids or structured_outputs",
+        ([],),
+    ),
+    "mm_processor_kwargs": ("only text is read; leave it out", ({},)),
+    "include_reasoning": ("reasoning is told apart in /v1/chat/completions only", (True,)),
     "continue_final_message": (
         "there are no messages here: end the prompt where the answer is to go on",
         (False,),
@@ -92,10 +106,16 @@ class GenerationRequest(BaseModel):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(lambda value: _biases(value))] = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    max_reasoning_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -153,6 +173,11 @@ class GenerationRequest(BaseModel):
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         formats = ("structured_outputs", "response_format", *GUIDED)
         given["structured_outputs"] = requested_format({name: getattr(self, name) for name in formats})
+        budgets = {name: getattr(self, name) for name in _BUDGETS if getattr(self, name) is not None}
+        if len(budgets) > 1:
+            first, second, *_ = budgets
+            raise InvalidRequestError(f"{first} and {second} are names of one budget; send one", second)
+        given["thinking_token_budget"] = next(iter(budgets.values()), None)
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:  # what the model's makers advise is for drawing tokens
             defaults = {name: value for name, value in defaults.items() if name not in UNUSED_BY_BEAMS}
@@ -160,6 +185,8 @@ class GenerationRequest(BaseModel):
         return SamplingParams(**(defaults | given | own))
 
 
+# vLLM's name, and two that others use.
+_BUDGETS = ("thinking_token_budget", "thinking_budget", "max_reasoning_tokens")
 _SAMPLING_FIELDS = tuple(
     name for name in GenerationRequest.model_fields if name in SamplingParams.__dataclass_fields__
 )
@@ -173,6 +200,7 @@ class CompletionRequest(GenerationRequest):
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -186,6 +214,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -87,26 +87,23 @@ class Serving:
         outputs = self.llm.generate(prompt, params, output_kind=_output_kind(params))
         return self.metrics.observe(outputs, params)
 
-    def chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams, template_kwargs: dict[str, Any]
-    ) -> Outputs:
-        """The outputs of a conversation, counted in the metrics."""
-        outputs = self.llm.chat(messages, params, output_kind=_output_kind(params), **template_kwargs)
-        return self.metrics.observe(outputs, params)
-
-    def token_string(self, token_id: int, entry: Logprob | None = None) -> str:
-        """A token's own text; its number where the model has no tokenizer."""
+    def token_string(self, token_id: int, entry: Logprob | None = None, *, as_id: bool | None = False) -> str:
+        """A token's own text; its number if that is asked for, or where the model has no tokenizer."""
+        if as_id:
+            return f"token_id:{token_id}"
         if entry is not None and entry.decoded_token is not None:
             return entry.decoded_token
         if self.llm.tokenizer is None:
             return f"token_id:{token_id}"
         return self.llm.tokenizer.token_text(token_id)
 
-    def token_logprob(self, token_id: int, entries: dict[int, Logprob], *, top: int) -> TokenLogprob:
-        """A token that was drawn, with the ``top`` most likely in its place."""
+    def token_logprob(
+        self, token_id: int, entries: dict[int, Logprob], *, top: int, as_ids: bool | None = False
+    ) -> TokenLogprob:
+        """A token that was drawn, with the ``top`` most likely in its place, as texts or as numbers."""
 
         def describe(token: int, entry: Logprob) -> tuple[str, float, list[int] | None]:
-            text = self.token_string(token, entry)
+            text = self.token_string(token, entry, as_id=as_ids)
             return text, finite(entry.logprob), token_bytes(text)
 
         alternatives = [TopLogprob(*describe(*item)) for item in ranked(entries, top)]

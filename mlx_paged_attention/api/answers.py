@@ -1,11 +1,20 @@
-"""Answers: the outputs of a chat as parts (text, reasoning, tool calls), for every protocol alike."""
+"""Answers: the outputs of a chat as parts (text, reasoning, tool calls), for every way in alike."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
-from mlx_paged_attention.text.answer import AnswerParser, Part
+from mlx_paged_attention.engine.outputs import ChatAnswer, CompletionOutput, RequestOutput, ToolCall
+from mlx_paged_attention.text.answer import (
+    AnswerParser,
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+from mlx_paged_attention.text.answer_format import AnswerFormat
 from mlx_paged_attention.text.reasoning_tokens import ReasoningTokens
+from mlx_paged_attention.text.thinking import thinking_of
 
 if TYPE_CHECKING:
     from mlx_paged_attention.text.tokenizer import Tokenizer
@@ -15,6 +24,7 @@ class Answers:
     """Reads the answers of one request.
 
     Args:
+        answer_format: the model's, or another if the answers are made to be written so.
         tools: what the request offers, as OpenAI's API writes it.
         parallel: an answer may make several calls.
         continued: the text that the answers continue, if they do not begin a turn.
@@ -23,12 +33,14 @@ class Answers:
     def __init__(
         self,
         tokenizer: "Tokenizer",
+        answer_format: AnswerFormat,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         parallel: bool = True,
         continued: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._format = answer_format
         self._tools = tools
         self._parallel = parallel
         self._continued = continued
@@ -53,15 +65,31 @@ class Answers:
             parts += parser.finish()
         return parts
 
+    def whole(self, output: RequestOutput, answer: CompletionOutput) -> ChatAnswer:
+        """One answer of a final output."""
+        content, reasoning, begun, arguments = "", "", list[ToolCallBegin](), list[str]()
+        for part in self.read(output, answer):
+            match part:
+                case TextDelta(text):
+                    content += text
+                case ReasoningDelta(text):
+                    reasoning += text
+                case ToolCallBegin():
+                    begun.append(part)
+                case ToolCallArguments(_, text):
+                    arguments.append(text)
+        calls = [ToolCall(c.call_id, c.name, text) for c, text in zip(begun, arguments, strict=True)]
+        return ChatAnswer(content, reasoning, calls)
+
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """Why it ended, in the words of OpenAI's API."""
         made_calls = self._parsers[answer.index].num_calls > 0
         return "tool_calls" if made_calls and answer.finish_reason == "stop" else answer.finish_reason
 
     def _begin(self, index: int, prompt_token_ids: list[int]) -> None:
-        answer_format, in_reasoning = self._tokenizer.answer_format, False
+        answer_format, in_reasoning = self._format, False
         if answer_format.reasoning is not None:
-            in_reasoning = self._ends_in_reasoning(prompt_token_ids, *answer_format.reasoning)
+            in_reasoning = thinking_of(self._tokenizer, prompt_token_ids, self._continued) == "open"
             ends = answer_format.markers("reasoning", tools=bool(self._tools))
             self._counters[index] = ReasoningTokens(
                 self._ids(answer_format.reasoning[0]), list(map(self._ids, ends)), in_reasoning=in_reasoning
@@ -69,14 +97,6 @@ class Answers:
         self._parsers[index] = AnswerParser(
             answer_format, tools=self._tools, in_reasoning=in_reasoning, parallel=self._parallel
         )
-
-    def _ends_in_reasoning(self, prompt_token_ids: list[int], start: str, end: str) -> bool:
-        """Whether the turn's opening, or the text that is continued, has begun reasoning and not ended it."""
-        if self._continued is not None:
-            return self._continued.rfind(start) > self._continued.rfind(end)
-        # Only its very end: what a user has written about reasoning is no beginning of it.
-        tail = prompt_token_ids[-len(start) - 8 :]
-        return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(start)
 
     def _ids(self, marker: str) -> list[int]:
         return self._tokenizer.encode(marker, add_special_tokens=False)

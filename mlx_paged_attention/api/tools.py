@@ -1,5 +1,6 @@
-"""The tools of a request: which are offered, checked, with every refusal said once."""
+"""The tools of a request: which are offered, which must be called, with every refusal said once."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged_attention.errors import InvalidRequestError
@@ -8,10 +9,30 @@ if TYPE_CHECKING:
     from mlx_paged_attention.text.tokenizer import Tokenizer
 
 
-def shown_tools(
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What a request lets an answer call, as OpenAI's API writes it.
+
+    Attributes:
+        offered: go into the prompt, and may be called.
+        forced: those of which an answer must call one; empty if it may do without.
+        is_named: the request names the function, which is then called once.
+    """
+
+    offered: list[dict[str, Any]]
+    forced: list[dict[str, Any]]
+    is_named: bool = False
+
+    @property
+    def is_strict(self) -> bool:
+        """The arguments of some function must follow its schema."""
+        return any(tool["function"].get("strict") for tool in self.offered)
+
+
+def tool_choice_of(
     tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None, tokenizer: "Tokenizer"
-) -> list[dict[str, Any]]:
-    """The tools that go into the prompt; with ``tool_choice="none"`` none do, and so none are called.
+) -> ToolChoice:
+    """What may and what must be called; with ``tool_choice="none"`` the prompt shows no tools either.
 
     Raises:
         InvalidRequestError: they are malformed, or ask for what cannot be promised, or the model has no way
@@ -23,10 +44,9 @@ def shown_tools(
         if name in names:
             raise _error(f"tools[{index}].function.name {name!r} is there twice", "tools")
         names.add(name)
-    if tool_choice not in (None, "none"):
-        _check_choice(tool_choice, names)
+    chosen = _chosen(tool_choice, names)
     if not tools or tool_choice == "none":
-        return []
+        return ToolChoice([], [])
     if not tokenizer.template_reads("tools"):
         raise _error(
             "tools: this model's chat template has no place for them; describe them in a message and parse "
@@ -39,32 +59,29 @@ def shown_tools(
             "answer yourself",
             "tools",
         )
-    return tools
+    forced = [tool for tool in tools if tool["function"]["name"] in chosen]
+    return ToolChoice(tools, forced, is_named=isinstance(tool_choice, dict))
 
 
-def _check_choice(tool_choice: Any, names: set[str]) -> None:
+def _chosen(tool_choice: Any, names: set[str]) -> set[str]:
+    """The names of the functions of which one must be called; none if none must."""
+    if tool_choice in (None, "none"):
+        return set()
     if not names:
         raise _error("tool_choice is only allowed with tools", "tool_choice")
-    if tool_choice != "auto":
-        _refuse_forced(tool_choice, names)
-
-
-def _refuse_forced(tool_choice: Any, names: set[str]) -> None:
+    if tool_choice in ("auto", "required"):
+        return names if tool_choice == "required" else set()
     function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
-    if isinstance(function, dict) and tool_choice.get("type") == "function":
-        name = function.get("name")
-        if not isinstance(name, str) or name not in names:
-            raise _error(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
-    elif tool_choice != "required":
+    if not isinstance(function, dict) or tool_choice.get("type") != "function":
         raise _error(
             "tool_choice must be 'none', 'auto', 'required' or "
             "{'type': 'function', 'function': {'name': ...}}",
             "tool_choice",
         )
-    raise _error(
-        "a tool call cannot be forced yet: send tool_choice 'auto' and ask for the call in a message",
-        "tool_choice",
-    )
+    name = function.get("name")
+    if not isinstance(name, str) or name not in names:
+        raise _error(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
+    return {name}
 
 
 def _check_tool(tool: dict[str, Any], where: str) -> str:
@@ -78,12 +95,8 @@ def _check_tool(tool: dict[str, Any], where: str) -> str:
         if not isinstance(function.get(key), kind | None):
             what = "a string" if kind is str else "a JSON schema object"
             raise _error(f"{where}.function.{key} must be {what}", "tools")
-    if function.get("strict"):
-        raise _error(
-            f"{where}.function.strict: arguments cannot be forced to follow the schema yet; "
-            "leave it out and check them",
-            "tools",
-        )
+    if not isinstance(function.get("strict"), bool | None):
+        raise _error(f"{where}.function.strict must be true or false", "tools")
     return name
 
 
