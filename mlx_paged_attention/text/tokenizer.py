@@ -133,6 +133,10 @@ class Tokenizer:
         # Decoders of SentencePiece vocabularies strip a leading space from the first token only.
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
 
+    def piece(self, token_id: int) -> str:
+        """The vocabulary's own entry, a space in it perhaps written as another character; ``""`` if none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def detokenizer(
         self,
         *,

@@ -74,13 +74,19 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def piece(self, token_id: int) -> str:
+        return self.token_text(token_id).replace(" ", "Ġ")
+
     def chat_token_ids(self, messages: Any, **template_kwargs: Any) -> list[int]:
+        return self.encode(self.render_chat(messages, **template_kwargs))
+
+    def render_chat(self, messages: Any, **template_kwargs: Any) -> str:
         text = "".join(f"<{m['role']}>{m['content']}" for m in normalize_messages(messages))
         if tools := template_kwargs.pop("tools", None):
             template_kwargs["tools"] = ",".join(tool["function"]["name"] for tool in tools)
         if template_kwargs.pop("add_generation_prompt", True):
             text += "<assistant>"
-        return self.encode(text + "".join(f"[{name}={value}]" for name, value in template_kwargs.items()))
+        return text + "".join(f"[{name}={value}]" for name, value in template_kwargs.items())
 
 
 class FakeLLM:

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from mlx_paged_attention import __version__
-from mlx_paged_attention.api.server import chat, completions, debug, health, models, root, sleep
+from mlx_paged_attention.api.server import (
+    chat,
+    completions,
+    debug,
+    health,
+    models,
+    render,
+    root,
+    sleep,
+    tokenize,
+)
 from mlx_paged_attention.api.server.errors import add_error_handlers
 from mlx_paged_attention.api.server.messages import route as messages
 from mlx_paged_attention.api.server.middleware import ApiKey, BodyLimit
@@ -42,7 +52,7 @@ def create_app(
     app = FastAPI(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, served_model_names or [llm.info.model])
     app.state.response_store = ResponseStore()
-    for family in (completions, chat, responses, messages, models, health, debug, sleep, root):
+    for family in (completions, chat, responses, messages, render, tokenize, models, health, debug, sleep, root):
         app.include_router(family.router)
     add_error_handlers(app)
     # The last one added is the first to see a request: no key, no reading of bodies.

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from mlx_paged_attention.sampling.params import SamplingParams
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -192,3 +194,27 @@ class ModelList(msgspec.Struct, kw_only=True):
     has_more: bool = False
     first_id: str
     last_id: str
+
+
+class TokenizedPrompt(msgspec.Struct, kw_only=True):
+    """``token_strs`` are the vocabulary's own entries, where a space may be written as another character."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokensText(msgspec.Struct):
+    prompt: str
+
+
+class RenderedRequest(msgspec.Struct, kw_only=True):
+    """``prompt`` is ``null`` where it was given as token ids."""
+
+    request_id: str
+    model: str
+    prompt: str | None
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool

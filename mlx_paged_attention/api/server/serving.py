@@ -23,8 +23,9 @@ from mlx_paged_attention.api.server.errors import ApiError
 from mlx_paged_attention.api.server.middleware import PREFIX_OWNER
 from mlx_paged_attention.api.server.protocol import GenerationRequest
 from mlx_paged_attention.engine.outputs import Logprob, RequestOutput
-from mlx_paged_attention.errors import EngineDeadError
+from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mlx_paged_attention.api.async_llm import AsyncLLM
@@ -63,6 +64,12 @@ class Serving:
         """Raises EngineDeadError with the reason if no request can be served."""
         if not self.llm.is_alive:
             raise EngineDeadError(f"the engine has stopped: {self.llm.dead_reason}")
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError if the engine has none."""
+        if self.llm.tokenizer is None:
+            raise InvalidRequestError("the engine has no tokenizer (skip_tokenizer_init): token ids only")
+        return self.llm.tokenizer
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with.
