@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from mlx_paged_attention.sampling.params import SamplingParams
-
 encode = msgspec.json.Encoder().encode
 
 
@@ -216,5 +214,5 @@ class RenderedRequest(msgspec.Struct, kw_only=True):
     model: str
     prompt: str | None
     token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: dict[str, Any]
     stream: bool

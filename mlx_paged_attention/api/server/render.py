@@ -5,6 +5,7 @@ Routers ask this for the token ids by which they choose a server. In vLLM's shap
 
 import asyncio
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -30,7 +31,7 @@ async def render_chat(body: ChatRequest, request: Request) -> Response:
         model=model,
         prompt=rendered.text,
         token_ids=rendered.token_ids,
-        sampling_params=rendered.params,
+        sampling_params=msgspec.to_builtins(rendered.params),
         stream=bool(body.stream),
     )
     return Response(encode(answer), media_type="application/json")
@@ -53,7 +54,7 @@ async def render_completion(body: CompletionRequest, request: Request) -> Respon
                 model=model,
                 prompt=text,
                 token_ids=token_ids,
-                sampling_params=params,
+                sampling_params=msgspec.to_builtins(params),
                 stream=bool(body.stream),
             )
         )
