@@ -74,6 +74,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def piece(self, token_id: int) -> str:
         return self.token_text(token_id).replace(" ", "Ġ")
 

@@ -67,17 +67,17 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """``bytes`` are the token's UTF-8, ``null`` where it is only a part of a character."""
+    """``bytes`` of several tokens join to a character where each is only a part of it."""
 
     token: str
     logprob: float
-    bytes: Sequence[int] | None
+    bytes: Sequence[int]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: Sequence[int] | None
+    bytes: Sequence[int]
     top_logprobs: list[TopLogprob]
 
 

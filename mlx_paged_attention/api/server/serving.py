@@ -109,12 +109,18 @@ class Serving:
     ) -> TokenLogprob:
         """A token that was drawn, with the ``top`` most likely in its place, as texts or as numbers."""
 
-        def describe(token: int, entry: Logprob) -> tuple[str, float, list[int] | None]:
+        def describe(token: int, entry: Logprob) -> tuple[str, float, list[int]]:
             text = self.token_string(token, entry, as_id=as_ids)
-            return text, finite(entry.logprob), token_bytes(text)
+            return text, finite(entry.logprob), self._token_bytes(token, text)
 
         alternatives = [TopLogprob(*describe(*item)) for item in ranked(entries, top)]
         return TokenLogprob(*describe(token_id, entries[token_id]), alternatives)
+
+    def _token_bytes(self, token_id: int, text: str) -> list[int]:
+        """The bytes of a token with that text, also where they are only a part of a character."""
+        if "\N{REPLACEMENT CHARACTER}" not in text or self.llm.tokenizer is None:
+            return list(text.encode())
+        return list(self.llm.tokenizer.token_bytes(token_id))
 
 
 def _output_kind(params: SamplingParams) -> Any:
@@ -151,11 +157,6 @@ class UsageCounter:
             if reasoning_tokens is None
             else CompletionTokensDetails(reasoning_tokens),
         )
-
-
-def token_bytes(text: str) -> list[int] | None:
-    """A token's bytes, unless they are only a part of a character and cannot be told from its text."""
-    return None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
 
 
 def finite(logprob: float) -> float:
