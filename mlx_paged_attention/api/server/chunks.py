@@ -83,6 +83,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
+    refusal: None = None
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
