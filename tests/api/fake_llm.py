@@ -59,6 +59,8 @@ class ByteTokenizer:
         self.answer_format = answer_format or AnswerFormat()
         self._reads = reads
 
+    bos_token_id, eos_token_ids, chat_template = None, (EOS,), None
+
     def template_reads(self, variable: str) -> bool:
         return variable in self._reads
 

@@ -140,6 +140,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("POST", "/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("POST", "/detokenize", {"tokens": [1]}),
     *(("GET", path, None) for path in ("/v1/models", "/debug/blocks", "/version", "/load", "/is_sleeping")),
+    ("GET", "/tokenizer_info", None),
 ]
 
 

@@ -133,5 +133,8 @@ async def test_control_tokens_of_the_default_model() -> None:
         ids = (await post(client, "/tokenize", prompt="<|im_start|>user"))["tokens"]
         assert ids[0] == 1
         assert await post(client, "/detokenize", tokens=ids) == {"prompt": "<|im_start|>user"}
+        info = (await client.get("/tokenizer_info")).json()
+        assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+        assert "<|im_start|>" in info["chat_template"]
         strings = await post(client, "/tokenize", prompt="The capital", return_token_strs=True)
         assert (strings["tokens"], strings["token_strs"]) == ([504, 3575], ["The", "Ġcapital"])

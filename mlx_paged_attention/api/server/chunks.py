@@ -204,6 +204,15 @@ class TokenizedPrompt(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Of ``tokenizer_config.json``, what clients build prompts with."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
 class TokensText(msgspec.Struct):
     prompt: str
 

@@ -13,6 +13,7 @@ from mlx_paged_attention.api.server.chunks import (
     ModelList,
     RenderedRequest,
     TokenizedPrompt,
+    TokenizerInfo,
     TokensText,
 )
 from mlx_paged_attention.engine.blocks_view import BlocksView
@@ -27,6 +28,7 @@ ANSWERS: dict[str, dict[str, Any] | None] = {
     "/v1/completions/render": {_JSON: list[RenderedRequest]},
     "/tokenize": {_JSON: TokenizedPrompt},
     "/detokenize": {_JSON: TokensText},
+    "/tokenizer_info": {_JSON: TokenizerInfo},
     "/v1/models": {_JSON: ModelList},
     "/v1/models/{model_id}": {_JSON: Model},
     "/debug/blocks": {_JSON: BlocksView},

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: text to token ids and back, in vLLM's shapes."""
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: text to token ids and back, in vLLM's shapes."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from mlx_paged_attention.api.server.chunks import TokenizedPrompt, TokensText, encode
+from mlx_paged_attention.api.server.chunks import (
+    TokenizedPrompt,
+    TokenizerInfo,
+    TokensText,
+    encode,
+)
 from mlx_paged_attention.api.server.conversation import Conversation
 from mlx_paged_attention.api.server.protocol import ChatRequest
 from mlx_paged_attention.api.server.serving import Serving
@@ -82,3 +87,17 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
             )
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return Response(encode(TokensText(text)), media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What begins and ends a text, and the chat template's source."""
+    serving: Serving = request.app.state.serving
+    tokenizer = serving.require_tokenizer()
+    template, eos = tokenizer.chat_template, tokenizer.eos_token_ids
+    answer = TokenizerInfo(
+        bos_token=None if tokenizer.bos_token_id is None else tokenizer.piece(tokenizer.bos_token_id),
+        eos_token=tokenizer.piece(eos[0]) if eos else None,
+        chat_template=None if template is None else template.sources.get("default"),
+    )
+    return Response(encode(answer), media_type="application/json")
