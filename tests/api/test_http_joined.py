@@ -11,6 +11,7 @@ from small_vocabularies import byte_level, piece_ids
 
 from mlx_paged_attention.api.async_llm import AsyncLLM
 from mlx_paged_attention.api.server.app import create_app
+from mlx_paged_attention.api.server.protocol import CompletionRequest
 
 END = "<end>"
 # Reasoning, a character in two tokens, text with a stop string across tokens, two calls. Every piece once.
@@ -85,7 +86,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
                 if call.get("id"):
                     choice["calls"].append([call["function"]["name"], ""])
                 choice["calls"][call["index"]][1] += call["function"].get("arguments", "")
-            for name, values in (part["logprobs"] or {}).items():
+            for name, values in lists(part["logprobs"]).items():
                 choice["logprobs"].setdefault(name, []).extend(values)
             if part["finish_reason"] is not None:
                 choice["finish_reason"], choice["stop_reason"] = part["finish_reason"], part["stop_reason"]
@@ -102,11 +103,16 @@ def as_joined(answer: dict[str, Any]) -> dict[str, Any]:
             "content": message["content"] or "",
             "reasoning": message.get("reasoning_content", ""),
             "calls": [list(call["function"].values()) for call in message.get("tool_calls", [])],
-            "logprobs": choice["logprobs"] or {},
+            "logprobs": lists(choice["logprobs"]),
             "finish_reason": choice["finish_reason"],
             "stop_reason": choice["stop_reason"],
         }
     return {"choices": choices, "usage": sums(answer["usage"])}
+
+
+def lists(logprobs: dict[str, Any] | None) -> dict[str, list[Any]]:
+    """Without those that are null."""
+    return {name: values for name, values in (logprobs or {}).items() if values is not None}
 
 
 def sums(usage: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +179,25 @@ async def test_a_joined_stream_is_the_whole_answer(
     chunks = await stream(client, path, body)
     answer = await whole(client, path, body)
     assert joined(chunks) == as_joined(answer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("feature", BOTH)
+async def test_a_joined_stream_is_what_the_engine_says_in_the_end(
+    client: httpx.AsyncClient, llm: AsyncLLM, feature: str, mode: str
+) -> None:
+    body = {"prompt": "go", "max_tokens": 40, **MODES[mode], **BOTH[feature]}
+    streamed = joined(await stream(client, "/completions", body))["choices"]
+    params = CompletionRequest(**body).sampling_params({})
+    async for output in llm.generate("go", params, output_kind="final"):
+        for answer in output.outputs:
+            choice = streamed[answer.index]
+            assert choice["content"] == answer.text
+            assert (choice["finish_reason"], choice["stop_reason"]) == (
+                answer.finish_reason,
+                answer.stop_reason,
+            )
+        assert len(output.outputs) == len(streamed)
 
 
 async def test_prompt_logprobs_equal_those_of_an_echo(client: httpx.AsyncClient) -> None:
