@@ -16,16 +16,23 @@ from mlx_paged_attention.api.server.chunks import (
     TokenizerInfo,
     TokensText,
 )
+from mlx_paged_attention.api.server.responses.objects import DeletedResponse, ResponseObject
 from mlx_paged_attention.engine.blocks_view import BlocksView
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 
-# What each path answers with, by media type; ``None`` is an empty body.
+# What each path (or a method of it) answers with, by media type. ``None`` is an empty body; where there is no
+# type, only errors come.
 ANSWERS: dict[str, dict[str, Any] | None] = {
     "/v1/chat/completions": {_JSON: ChatCompletion, _EVENTS: ChatChunk},
     "/v1/completions": {_JSON: Completion, _EVENTS: Completion},
     "/v1/chat/completions/render": {_JSON: RenderedRequest},
     "/v1/completions/render": {_JSON: list[RenderedRequest]},
+    "/v1/responses": {_JSON: ResponseObject, _EVENTS: dict[str, Any]},
+    "/v1/responses/{response_id}": {_JSON: ResponseObject},
+    "delete /v1/responses/{response_id}": {_JSON: DeletedResponse},
+    "/v1/responses/{response_id}/cancel": {},
+    "/v1/responses/{response_id}/input_items": {},
     "/tokenize": {_JSON: TokenizedPrompt},
     "/detokenize": {_JSON: TokensText},
     "/tokenizer_info": {_JSON: TokenizerInfo},
@@ -86,12 +93,14 @@ def _describe_answers(document: dict[str, Any]) -> None:
     content = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     error = {"description": "What is wrong", "content": content}
     for path, operations in document["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
             operation["responses"]["default"] = error
-            if path in answers:
-                media = answers[path]
-                empty = {"description": "The answer"}
-                operation["responses"]["200"] = empty if media is None else {**empty, "content": media}
+            name = f"{method} {path}" if f"{method} {path}" in answers else path
+            if name in answers:
+                del operation["responses"]["200"]
+                media, empty = answers[name], {"description": "The answer"}
+                if media != {}:
+                    operation["responses"]["200"] = empty if media is None else {**empty, "content": media}
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
