@@ -45,6 +45,15 @@ def without_deviations(value: Any, name: str) -> Any:
     return value
 
 
+# One list of models serves Anthropic's clients, too, and has their fields.
+EXTRA_FIELDS |= dict.fromkeys(
+    (
+        *("has_more", "first_id", "last_id", "type", "display_name", "created_at"),
+        *("lifecycle", "max_input_tokens", "max_tokens"),
+    ),
+    "Anthropic's, of models and lists of them",
+)
+
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALLS = '<think>Hm.</think>\nSee. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

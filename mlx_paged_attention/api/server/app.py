@@ -53,7 +53,8 @@ def create_app(
     app = DescribedApi(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, served_model_names or [llm.info.model])
     app.state.response_store = ResponseStore()
-    for family in (completions, chat, responses, messages, render, tokenize, models, health, debug, sleep, root):
+    protocols = (completions, chat, responses, messages)
+    for family in (*protocols, render, tokenize, models, health, debug, sleep, root):
         app.include_router(family.router)
     add_error_handlers(app)
     # The last one added is the first to see a request: no key, no reading of bodies.

@@ -16,6 +16,7 @@ from mlx_paged_attention.api.server.chunks import (
     TokenizerInfo,
     TokensText,
 )
+from mlx_paged_attention.api.server.messages.events import MessageObject, TokenCount
 from mlx_paged_attention.api.server.responses.objects import DeletedResponse, ResponseObject
 from mlx_paged_attention.engine.blocks_view import BlocksView
 
@@ -33,6 +34,8 @@ ANSWERS: dict[str, dict[str, Any] | None] = {
     "delete /v1/responses/{response_id}": {_JSON: DeletedResponse},
     "/v1/responses/{response_id}/cancel": {},
     "/v1/responses/{response_id}/input_items": {},
+    "/v1/messages": {_JSON: MessageObject, _EVENTS: dict[str, Any]},
+    "/v1/messages/count_tokens": {_JSON: TokenCount},
     "/tokenize": {_JSON: TokenizedPrompt},
     "/detokenize": {_JSON: TokensText},
     "/tokenizer_info": {_JSON: TokenizerInfo},
@@ -92,10 +95,11 @@ def _describe_answers(document: dict[str, Any]) -> None:
     }
     content = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     error = {"description": "What is wrong", "content": content}
+    anthropics = {"description": "What is wrong", "content": {_JSON: {"schema": {"type": "object"}}}}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
-            operation["responses"]["default"] = error
+            operation["responses"]["default"] = anthropics if path.startswith("/v1/messages") else error
             name = f"{method} {path}" if f"{method} {path}" in answers else path
             if name in answers:
                 del operation["responses"]["200"]
