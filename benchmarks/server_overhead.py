@@ -215,9 +215,6 @@ def chunk_and_write_cpu(name: str, llm: AsyncLLM, tokens: int) -> tuple[float, f
         def generate(self, prompt: Any, params: Any) -> Any:
             return self._outputs(params)
 
-        def chat(self, messages: Any, params: Any, template_kwargs: Any) -> Any:
-            return self._outputs(params)
-
     serving_ = Ready(llm, ["emits"])
     building, writing = [], []
 

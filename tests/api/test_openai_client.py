@@ -154,7 +154,7 @@ def test_an_engines_errors_are_the_clients_own(
     client_of: Connect, error: Exception, raised: type[Exception], stream: bool
 ) -> None:
     class Failing(FakeLLM):
-        async def chat(self, *_: Any, **__: Any) -> Any:
+        async def generate(self, *_: Any, **__: Any) -> Any:
             raise error
             yield
 

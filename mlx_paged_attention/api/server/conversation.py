@@ -86,7 +86,8 @@ class Conversation:
     async def rendered(self) -> Rendered:
         """The prompt and the parameters, without answering; raises as :meth:`prompt_token_ids`."""
         text = await asyncio.to_thread(self._tokenizer.render_chat, self._messages, **self._template_kwargs)
-        return Rendered(text, await self.prompt_token_ids(), self._params)
+        prompt = await self.prompt_token_ids()
+        return Rendered(text, prompt, self._turn.params(prompt))
 
     async def answers(self) -> AsyncGenerator[tuple[RequestOutput, AnswerParts], None]:
         """Each output, with the parts that are new in every answer that it tells of."""
