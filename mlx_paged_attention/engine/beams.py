@@ -180,7 +180,7 @@ class BeamGroup(RequestGroup):
 
     def _answer(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
         sequence = Sequence(index, self._root, self.params, self._tokenizer)
-        sequence.append(list(hypothesis.token_ids), None)
+        sequence.append(list(hypothesis.token_ids), None, hypothesis.stop_reason)
         assert hypothesis.reason is not None
         sequence.finish(hypothesis.reason, hypothesis.stop_reason)
         return replace(sequence.output(delta=False), cumulative_logprob=hypothesis.logprob)

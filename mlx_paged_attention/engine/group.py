@@ -64,7 +64,7 @@ class RequestGroup:
             self._prompt_logprobs[first : first + len(entries)] = entries
         if token_ids and self.first_token_time is None:
             self.first_token_time = time.monotonic()
-        sequence.append(token_ids, output.logprobs)
+        sequence.append(token_ids, output.logprobs, sequence.request.stop_reason)
 
     def output(self) -> RequestOutput | None:
         """What to report after a step; ``None`` if there is nothing to say."""

@@ -19,6 +19,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cumulative_logprob = 0.0
+        self._shows_stop = params.include_stop_str_in_output
         self._keeps_logprobs = params.logprobs is not None
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
@@ -51,15 +52,25 @@ class Sequence:
             or (self.finish_reason is not None and not self._reported_end)
         )
 
-    def append(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Take new tokens; those after a stop string are dropped."""
+    def append(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        stop_reason: str | int | None = None,
+    ) -> None:
+        """Take new tokens; those after a stop string are dropped.
+
+        Args:
+            stop_reason: the last of them, if it is a stop token that ends the answer: it has no text then.
+        """
+        silent = isinstance(stop_reason, int) and not self._shows_stop
         for i, token_id in enumerate(token_ids):
             self._token_ids.append(token_id)
             if logprobs is not None:
                 self.cumulative_logprob += logprobs[i].logprob
                 if self._keeps_logprobs:
                     self._logprobs.append(self.public_logprobs(logprobs[i]))
-            if self._detokenizer is not None:
+            if self._detokenizer is not None and not (silent and i == len(token_ids) - 1):
                 self._text.append(self._detokenizer.push(token_id))
                 if self._detokenizer.stopped is not None:
                     return

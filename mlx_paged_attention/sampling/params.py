@@ -133,7 +133,7 @@ class SamplingParams:
         min_tokens: no end-of-sequence or stop token id before this many.
         stop: string or strings that end the answer; not part of the text unless
             ``include_stop_str_in_output``.
-        stop_token_ids: token ids that end the answer.
+        stop_token_ids: token ids that end the answer; shown like ``stop``.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many alternatives.
         prompt_logprobs: the same for the prompt; such a request reads no cached prefix.

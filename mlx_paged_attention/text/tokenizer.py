@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from mlx_paged_attention.errors import InvalidRequestError, ModelLoadError
 from mlx_paged_attention.text.answer_format import AnswerFormat, find_format
+from mlx_paged_attention.text.byte_symbols import BYTE_OF_SYMBOL
 from mlx_paged_attention.text.chat_template import ChatTemplate
 from mlx_paged_attention.text.continuation import render_unfinished
 from mlx_paged_attention.text.detokenizer import REPLACEMENT, Detokenizer
@@ -132,6 +133,20 @@ class Tokenizer:
             return text
         # Decoders of SentencePiece vocabularies strip a leading space from the first token only.
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 of :meth:`token_text`, or the bytes of a token that is only a part of a character."""
+        text, piece = self.token_text(token_id), self.piece(token_id)
+        if REPLACEMENT in text:
+            if self._byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+                return bytes.fromhex(byte[1])
+            if all(symbol in BYTE_OF_SYMBOL for symbol in piece):
+                return bytes(BYTE_OF_SYMBOL[symbol] for symbol in piece)
+        return text.encode()
+
+    def piece(self, token_id: int) -> str:
+        """The vocabulary's own entry, a space in it perhaps written as another character; ``""`` if none."""
+        return self._backend.id_to_token(token_id) or ""
 
     def detokenizer(
         self,

@@ -59,6 +59,8 @@ class ByteTokenizer:
         self.answer_format = answer_format or AnswerFormat()
         self._reads = reads
 
+    bos_token_id, eos_token_ids, chat_template = None, (EOS,), None
+
     def template_reads(self, variable: str) -> bool:
         return variable in self._reads
 
@@ -74,13 +76,22 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def piece(self, token_id: int) -> str:
+        return self.token_text(token_id).replace(" ", "Ġ")
+
     def chat_token_ids(self, messages: Any, **template_kwargs: Any) -> list[int]:
+        return self.encode(self.render_chat(messages, **template_kwargs))
+
+    def render_chat(self, messages: Any, **template_kwargs: Any) -> str:
         text = "".join(f"<{m['role']}>{m['content']}" for m in normalize_messages(messages))
         if tools := template_kwargs.pop("tools", None):
             template_kwargs["tools"] = ",".join(tool["function"]["name"] for tool in tools)
         if template_kwargs.pop("add_generation_prompt", True):
             text += "<assistant>"
-        return self.encode(text + "".join(f"[{name}={value}]" for name, value in template_kwargs.items()))
+        return text + "".join(f"[{name}={value}]" for name, value in template_kwargs.items())
 
 
 class FakeLLM:

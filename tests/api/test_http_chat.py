@@ -89,13 +89,14 @@ async def test_logprobs_have_one_entry_per_token(
     assert values == sorted(values, reverse=True)
 
 
-async def test_a_token_that_is_part_of_a_character_has_no_bytes_of_its_own() -> None:
+async def test_a_token_that_is_part_of_a_character_has_its_bytes() -> None:
+    """abetlen/llama-cpp-python#1787"""
     from mlx_paged_attention.api.server.app import create_app
 
     transport = httpx.ASGITransport(create_app(FakeLLM("xé")))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         answer = await post(client, logprobs=True, max_tokens=2)
-    assert answer["choices"][0]["logprobs"]["content"][1]["bytes"] is None
+    assert answer["choices"][0]["logprobs"]["content"][1]["bytes"] == list("é".encode())[:1]
 
 
 async def test_minus_infinity_becomes_the_lowest_number(client: httpx.AsyncClient) -> None:

@@ -109,3 +109,13 @@ def test_the_cost_of_grammars_is_a_table(script, tmp_path, capsys):
     assert len(lines) == 2
     for line in lines:
         assert all(float(cell) > 0 for cell in line.split("|")[2:5])
+
+
+def test_the_servers_overhead_is_told_per_token(script, monkeypatch, capsys):
+    from mlx_paged_attention.api import async_llm
+
+    monkeypatch.setattr(async_llm, "start_engine", None)  # the script puts its own there, for this process
+    script("server_overhead", "--streams", 2, "--steps", 8, "--step-ms", 1, "--requests", "chat")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| chat")]
+    _, writing, building, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+    assert 0 < float(writing) < float(building)

@@ -140,11 +140,20 @@ def test_the_tokenizers_own_end_of_sequence_counts_beside_the_configurations():
         assert len(texts.last(name).outputs[0].token_ids) == 3
 
 
-def test_a_stop_token_is_the_reason(texts):
-    texts.add("r", "q", answer="abc", max_tokens=9, stop_token_ids=[ord("b")])
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_a_stop_token_is_the_reason_and_shown_as_a_stop_string_is(texts, include, text):
+    """vllm-project/vllm#3672"""
+    texts.add(
+        *("r", "q"),
+        answer="abc",
+        max_tokens=9,
+        stop_token_ids=[ord("b")],
+        include_stop_str_in_output=include,
+    )
     texts.run()
     answer = texts.last("r").outputs[0]
-    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", ord("b"))
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (text, "stop", ord("b"))
+    assert answer.token_ids == text_ids("ab")
 
 
 def test_ignoring_end_of_sequence_goes_on(texts):

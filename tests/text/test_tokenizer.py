@@ -362,6 +362,20 @@ def test_the_text_of_a_token_keeps_its_leading_space():
     assert byte_tokenizer.token_text(257) == "<s>"
 
 
+def test_the_bytes_of_tokens_join_to_characters_that_none_of_them_is():
+    for backend, ids in (
+        (byte_level(b"\xa9 ", special=SPECIAL), [0xC3, 256]),
+        (byte_fallback(), [1 + 0xC3, 1 + 0xA9]),
+    ):
+        tokenizer = Tokenizer(backend)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "é"
+        assert all("\ufffd" in tokenizer.token_text(token_id) for token_id in ids)
+    assert tokenizer.token_bytes(259) == b" a"  # the one with byte fallback
+    special = Tokenizer(byte_level(special=SPECIAL))
+    assert [special.token_bytes(token_id) for token_id in (65, 256)] == [b"A", b"<s>"]
+    assert b"".join(map(special.token_bytes, range(256))) == bytes(range(256))
+
+
 def test_bad_words_are_forbidden_with_and_without_a_leading_space():
     tokenizer = Tokenizer.from_gguf(gguf(add_bos_token=True))
     assert tokenizer.bad_word_ids(["th", " th", "x"]) == [[256], [257], [120], [32, 120]]

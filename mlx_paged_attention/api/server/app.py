@@ -6,10 +6,21 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from mlx_paged_attention import __version__
-from mlx_paged_attention.api.server import chat, completions, debug, health, models, root, sleep
+from mlx_paged_attention.api.server import (
+    chat,
+    completions,
+    debug,
+    health,
+    models,
+    render,
+    root,
+    sleep,
+    tokenize,
+)
 from mlx_paged_attention.api.server.errors import add_error_handlers
 from mlx_paged_attention.api.server.messages import route as messages
 from mlx_paged_attention.api.server.middleware import ApiKey, BodyLimit
+from mlx_paged_attention.api.server.openapi import DescribedApi
 from mlx_paged_attention.api.server.responses import route as responses
 from mlx_paged_attention.api.server.responses.store import ResponseStore
 from mlx_paged_attention.api.server.serving import Serving
@@ -39,10 +50,11 @@ def create_app(
         max_body_bytes: larger requests are answered 413.
     """
     assert all(api_keys), "an empty key lets everybody in"
-    app = FastAPI(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
+    app = DescribedApi(title="mlx-paged-attention", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, served_model_names or [llm.info.model])
     app.state.response_store = ResponseStore()
-    for family in (completions, chat, responses, messages, models, health, debug, sleep, root):
+    protocols = (completions, chat, responses, messages)
+    for family in (*protocols, render, tokenize, models, health, debug, sleep, root):
         app.include_router(family.router)
     add_error_handlers(app)
     # The last one added is the first to see a request: no key, no reading of bodies.

@@ -67,22 +67,23 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """``bytes`` are the token's UTF-8, ``null`` where it is only a part of a character."""
+    """``bytes`` of several tokens join to a character where each is only a part of it."""
 
     token: str
     logprob: float
-    bytes: Sequence[int] | None
+    bytes: Sequence[int]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: Sequence[int] | None
+    bytes: Sequence[int]
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
+    refusal: None = None
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -192,3 +193,36 @@ class ModelList(msgspec.Struct, kw_only=True):
     has_more: bool = False
     first_id: str
     last_id: str
+
+
+class TokenizedPrompt(msgspec.Struct, kw_only=True):
+    """``token_strs`` are the vocabulary's own entries, where a space may be written as another character."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Of ``tokenizer_config.json``, what clients build prompts with."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
+class TokensText(msgspec.Struct):
+    prompt: str
+
+
+class RenderedRequest(msgspec.Struct, kw_only=True):
+    """``prompt`` is ``null`` where it was given as token ids."""
+
+    request_id: str
+    model: str
+    prompt: str | None
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    stream: bool

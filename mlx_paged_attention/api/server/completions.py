@@ -55,7 +55,7 @@ class _CompletionChunks:
             "model": serving.model_name(body.model),
         }
         self._params = body.sampling_params(serving.defaults, **self._own_params())
-        self._prompts = _prompt_list(body.prompt)
+        self._prompts = prompt_list(body.prompt)
         choices = len(self._prompts) * self._params.num_sequences
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
@@ -214,7 +214,7 @@ def _append(whole: CompletionChoice, part: CompletionChoice) -> None:
         whole.logprobs.text_offset += part.logprobs.text_offset
 
 
-def _prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+def prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
     """One prompt or several, as several."""
     if isinstance(prompt, str):
         return [prompt]

@@ -7,7 +7,7 @@ out here in its own words. So none of them can read an answer differently, or kn
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_paged_attention.api.server.chunks import Usage
 from mlx_paged_attention.api.server.protocol import ChatRequest
@@ -16,9 +16,19 @@ from mlx_paged_attention.api.tools import tool_choice_of
 from mlx_paged_attention.api.turn import Turn
 from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.text.answer import Part
 from mlx_paged_attention.text.messages import normalize_messages
 from mlx_paged_attention.text.tokenizer import Tokenizer
+
+
+class Rendered(NamedTuple):
+    """What an engine would be asked: the prompt, as text and as token ids, and how to continue it."""
+
+    text: str
+    token_ids: list[int]
+    params: SamplingParams
+
 
 AnswerParts = list[tuple[CompletionOutput, list[Part]]]
 
@@ -72,6 +82,12 @@ class Conversation:
         return await asyncio.to_thread(
             self._tokenizer.chat_token_ids, self._messages, **self._template_kwargs
         )
+
+    async def rendered(self) -> Rendered:
+        """The prompt and the parameters, without answering; raises as :meth:`prompt_token_ids`."""
+        text = await asyncio.to_thread(self._tokenizer.render_chat, self._messages, **self._template_kwargs)
+        prompt = await self.prompt_token_ids()
+        return Rendered(text, prompt, self._turn.params(prompt))
 
     async def answers(self) -> AsyncGenerator[tuple[RequestOutput, AnswerParts], None]:
         """Each output, with the parts that are new in every answer that it tells of."""

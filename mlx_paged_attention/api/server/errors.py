@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from mlx_paged_attention.api.server.not_served import not_served
 from mlx_paged_attention.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -128,8 +129,13 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        status, message = error.status_code, error.detail or HTTPStatus(error.status_code).phrase
-        return error_response(request.url.path, status, error_body(message, status=status), error.headers)
+        path, status, code = request.url.path, error.status_code, None
+        message = error.detail or HTTPStatus(status).phrase
+        if status == HTTPStatus.NOT_FOUND:
+            message, code = not_served(path), "not_served"
+        elif status == HTTPStatus.METHOD_NOT_ALLOWED:
+            message = f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}"
+        return error_response(path, status, error_body(message, status=status, code=code), error.headers)
 
     for known_type in (ApiError, MlxPagedError, Exception):
         app.add_exception_handler(known_type, known)

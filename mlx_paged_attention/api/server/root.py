@@ -10,6 +10,8 @@ router = APIRouter()
 _PATHS = (
     *("/v1/models", "/v1/chat/completions", "/v1/responses", "/v1/completions"),
     *("/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/chat/completions/render", "/v1/completions/render", "/tokenize", "/detokenize"),
+    "/tokenizer_info",
     *("/health", "/metrics", "/debug/blocks", "/sleep", "/wake_up", "/is_sleeping"),
 )
 

@@ -23,8 +23,9 @@ from mlx_paged_attention.api.server.errors import ApiError
 from mlx_paged_attention.api.server.middleware import PREFIX_OWNER
 from mlx_paged_attention.api.server.protocol import GenerationRequest
 from mlx_paged_attention.engine.outputs import Logprob, RequestOutput
-from mlx_paged_attention.errors import EngineDeadError
+from mlx_paged_attention.errors import EngineDeadError, InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
+from mlx_paged_attention.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mlx_paged_attention.api.async_llm import AsyncLLM
@@ -64,6 +65,12 @@ class Serving:
         if not self.llm.is_alive:
             raise EngineDeadError(f"the engine has stopped: {self.llm.dead_reason}")
 
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError if the engine has none."""
+        if self.llm.tokenizer is None:
+            raise InvalidRequestError("the engine has no tokenizer (skip_tokenizer_init): token ids only")
+        return self.llm.tokenizer
+
     def model_name(self, asked: str | None) -> str:
         """The name to answer with.
 
@@ -102,12 +109,18 @@ class Serving:
     ) -> TokenLogprob:
         """A token that was drawn, with the ``top`` most likely in its place, as texts or as numbers."""
 
-        def describe(token: int, entry: Logprob) -> tuple[str, float, list[int] | None]:
+        def describe(token: int, entry: Logprob) -> tuple[str, float, list[int]]:
             text = self.token_string(token, entry, as_id=as_ids)
-            return text, finite(entry.logprob), token_bytes(text)
+            return text, finite(entry.logprob), self._token_bytes(token, text)
 
         alternatives = [TopLogprob(*describe(*item)) for item in ranked(entries, top)]
         return TokenLogprob(*describe(token_id, entries[token_id]), alternatives)
+
+    def _token_bytes(self, token_id: int, text: str) -> list[int]:
+        """The bytes of a token with that text, also where they are only a part of a character."""
+        if "\N{REPLACEMENT CHARACTER}" not in text or self.llm.tokenizer is None:
+            return list(text.encode())
+        return list(self.llm.tokenizer.token_bytes(token_id))
 
 
 def _output_kind(params: SamplingParams) -> Any:
@@ -144,11 +157,6 @@ class UsageCounter:
             if reasoning_tokens is None
             else CompletionTokensDetails(reasoning_tokens),
         )
-
-
-def token_bytes(text: str) -> list[int] | None:
-    """A token's bytes, unless they are only a part of a character and cannot be told from its text."""
-    return None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
 
 
 def finite(logprob: float) -> float:

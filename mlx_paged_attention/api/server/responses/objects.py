@@ -121,7 +121,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
-    user: str | UnsetType
+    user: str | UnsetType = UNSET
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
