@@ -33,8 +33,10 @@ class AttentionBatch:
         slots: int64 ``[rows * queries]``, where each token's keys and values go:
             ``block_id * block_size + offset``. Slots of block 0, the null block, are
             rubbish bins: nothing reads them.
-        block_tables: int32 ``[rows, width]``, block ids by position, padded with 0.
+        block_tables: int32 ``[lines, width]``, block ids by position, padded with 0: a line for each row, or
+            fewer, where rows are tokens of one sequence.
         block_size: tokens per block.
+        lines: of each row, int64 ``[rows]``; ``None``: each has its own.
         packing: once :meth:`Packing.of` has made it.
         runs: half-open ranges of the flattened ``[rows * queries]`` tokens, each a run of one
             sequence's consecutive positions; together they are all tokens. Each row is a run
@@ -49,6 +51,7 @@ class AttentionBatch:
     block_tables: NDArray[np.int32]
     block_size: int
     runs: tuple[tuple[int, int], ...] = ()
+    lines: NDArray[np.int64] | None = field(default=None, repr=False)
     _splits: dict[int, Split] = field(default_factory=dict, repr=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict, repr=False)
     _work: dict[Cut, WorkList] = field(default_factory=dict, repr=False)
@@ -82,6 +85,21 @@ class AttentionBatch:
     @property
     def rows(self) -> int:
         return len(self.starts)
+
+    def tables_of(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
+        """The block tables of these rows, ``[len(rows), width]``."""
+        tables: NDArray[np.int32] = self.block_tables[rows if self.lines is None else self.lines[rows]]
+        return tables
+
+    def table_of(self, row: int) -> NDArray[np.int32]:
+        """The block table of a row, ``[width]``."""
+        table: NDArray[np.int32] = self.block_tables[row if self.lines is None else self.lines[row]]
+        return table
+
+    @cached_property
+    def all_tables(self) -> NDArray[np.int32]:
+        """The block table of every row, ``[rows, width]``."""
+        return self.block_tables if self.lines is None else self.block_tables[self.lines]
 
     @cached_property
     def singles_only(self) -> bool:
@@ -125,7 +143,7 @@ class AttentionBatch:
             first = 0 if window is None else max(0, start - window + 1)
             pieces = []
             if first < start:
-                table = self.block_tables[0, first // size : -(-start // size)]
+                table = self.table_of(0)[first // size : -(-start // size)]
                 for blocks in np.split(table, np.flatnonzero(np.diff(table) != 1) + 1):
                     pieces.append([int(blocks[0]) * size, (int(blocks[-1]) + 1) * size])
                 pieces[0][0] += first % size
@@ -175,7 +193,7 @@ class AttentionBatch:
 
     @cached_property
     def device_tables(self) -> mx.array:
-        return mx.array(self.block_tables)
+        return mx.array(self.all_tables)
 
     @cached_property
     def device_context_lens(self) -> mx.array:

@@ -108,13 +108,13 @@ class HostLayer(AttentionLayer):
         self.flush()
         size = batch.block_size
         begin, end = first // size, -(-last // size)
-        table = batch.block_tables[row : row + 1, begin:end]
+        table = batch.table_of(row)[None, begin:end]
         span = slice(first - begin * size, last - begin * size)
         return mx.array(_gather(self.k, table)[:, :, span]), mx.array(_gather(self.v, table)[:, :, span])
 
     def gather_rows(self, batch: AttentionBatch) -> tuple[mx.array, mx.array]:
         self.flush()
-        table = batch.block_tables[:, : -(-batch.longest // batch.block_size)]
+        table = batch.all_tables[:, : -(-batch.longest // batch.block_size)]
         empty = ~batch.written
         dense = []
         for plane in (self.k, self.v):
@@ -161,7 +161,7 @@ class HostLayer(AttentionLayer):
             pool_k, pool_v = self._pool_k, self._pool_v
             return [pool_k[:, b:e] for b, e in pieces], [pool_v[:, b:e] for b, e in pieces]
         length, start = sum(end - begin for begin, end in pieces), int(batch.starts[0])
-        held = self._copy.hold(batch.block_tables[0], start - length, start)
+        held = self._copy.hold(batch.table_of(0), start - length, start)
         return None if held is None else (held[0], held[1])
 
     def _attend_one(
@@ -198,7 +198,7 @@ class HostLayer(AttentionLayer):
                     q[begin:end],
                     self.k,
                     self.v,
-                    batch.block_tables[begin // length],
+                    batch.table_of(begin // length),
                     int(batch.context_lens[begin]) - 1,
                     scale=scale,
                     window=self.spec.window,
@@ -206,12 +206,10 @@ class HostLayer(AttentionLayer):
                     out=out[begin:end],
                 )
             if not long_runs:
-                self._attend_tokens(
-                    q, batch.block_tables, batch.context_lens, length, scale, sink_logits, out
-                )
+                self._attend_tokens(q, batch.all_tables, batch.context_lens, length, scale, sink_logits, out)
             elif len(short):
                 part = np.empty((len(short), *out.shape[1:]), np.float32)
-                tables, lens = batch.block_tables[short // length], batch.context_lens[short]
+                tables, lens = batch.tables_of(short // length), batch.context_lens[short]
                 self._attend_tokens(q[short], tables, lens, 1, scale, sink_logits, part)
                 out[short] = part
         return mx.array(out).reshape(rows, length, heads, -1).swapaxes(1, 2)

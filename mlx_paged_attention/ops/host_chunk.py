@@ -58,3 +58,4 @@ def attend_run(
         mx.eval(product)
         mixed = np.array(product, copy=False).reshape(kv_heads, high - low, group, v_dim)
         out[low:high] = mixed.transpose(1, 0, 2, 3).reshape(high - low, heads, v_dim)
+        del scores, weights  # before the next slice's are made

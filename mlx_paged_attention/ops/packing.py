@@ -28,7 +28,7 @@ class TileBatch(AttentionBatch):
         self.__dict__.update(
             starts=lens[:, 0] - 1,
             queries=TILE,
-            block_tables=batch.block_tables[tokens[:, 0] // batch.queries],
+            block_tables=batch.tables_of(tokens[:, 0] // batch.queries),
             block_size=batch.block_size,
             context_lens=lens.reshape(-1),
             _work=work,
@@ -111,7 +111,7 @@ class Packing:
             batch.context_lens[self.singles] - 1,
             1,
             batch.slots[self.singles],
-            batch.block_tables[self.singles // batch.queries],
+            batch.tables_of(self.singles // batch.queries),
             batch.block_size,
             _work={} if self.twin is None else self.twin.single_batch._work,
         )
@@ -130,7 +130,7 @@ class Packing:
                 batch.context_lens[begin : begin + 1] - 1,
                 end - begin,
                 batch.slots[begin:end],
-                batch.block_tables[begin // batch.queries][None],
+                batch.table_of(begin // batch.queries)[None],
                 batch.block_size,
             )
             for begin, end in self.gathered

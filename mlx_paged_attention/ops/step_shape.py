@@ -74,7 +74,7 @@ class DecodeShape:
                 "positions": batch.starts,
                 "lens": lens,
                 **_by_group("slots", [one.slots for one in batch.groups]),
-                **_by_group("tables", [one.block_tables for one in batch.groups]),
+                **_by_group("tables", [one.all_tables for one in batch.groups]),
                 **device_batch.cut("", lens, 1, self.block_size, self.cuts),
             },
         )

@@ -89,15 +89,16 @@ def _token_rows(
     write_from = np.repeat(np.array([row.write_from for row in rows]), lengths)
     spans = tuple(pairwise([0, *ends.tolist()]))
     names = [row.request_id for row in rows]
+    # Tables are as long as contexts: tokens of one sequence share theirs.
+    lines = np.repeat(np.arange(len(rows)), lengths)
     places = []
     for group, window in enumerate(windows):
         table = _visible(tables.of(names, int(used.max()), group), starts, used, window, block_size)
-        if total > len(rows):
-            table = np.repeat(table, lengths, axis=0)
-        blocks = table[np.arange(total), positions // block_size]
+        blocks = table[lines, positions // block_size]
         places.append((slots_of(positions, blocks, write_from, block_size), table))
     (slots, table), *others = places
-    attention = AttentionBatch(positions, 1, slots, table, block_size, spans).with_groups(others)
+    own = None if total == len(rows) else lines
+    attention = AttentionBatch(positions, 1, slots, table, block_size, spans, own).with_groups(others)
     tokens = np.array([token for row in rows for token in row.token_ids], np.int32)[:, None]
     return BatchInput(tokens, attention, tuple(rows), spans)
 

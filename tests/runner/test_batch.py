@@ -102,7 +102,7 @@ def test_tables_hold_the_blocks_of_the_context_and_zeros_beyond():
     (batch,) = batches(rows, tables=tables)
     a, b, c = (tables[r.request_id] for r in rows)
     last = [c[0], c[1], c[2], c[3]]
-    assert batch.attention.block_tables.tolist() == [[a[0], 0, 0, 0], [b[0], b[1], 0, 0], last, last]
+    assert batch.attention.all_tables.tolist() == [[a[0], 0, 0, 0], [b[0], b[1], 0, 0], last, last]
     assert batch.attention.block_tables.dtype == np.int32
 
 
@@ -139,7 +139,7 @@ def test_every_token_is_placed_as_if_it_were_alone_and_in_plan_order(lengths, la
                 position = int(attention.starts[line]) + query
                 found.append((r.request_id, int(tokens[flat]), position, int(attention.slots[flat])))
                 used = position // BLOCK_SIZE + 1
-                table = attention.block_tables[line]
+                table = attention.table_of(line)
                 assert table[:used].tolist() == tables[r.request_id][:used].tolist()
                 assert set(table.tolist()) <= {0, *tables[r.request_id].tolist()}
                 assert attention.context_lens[flat] == position + 1
