@@ -81,7 +81,7 @@ class Turn:
         if not self._enforced:
             whole = grammar.of_form(structured_outputs(form))
         elif choice.forced:
-            whole = grammar.of_calls()
+            whole = grammar.of_calls()  # a form is of the text, of which there is none
         elif form is not None:
             whole = grammar.of_form_or_calls(structured_outputs(form))
         else:
@@ -94,11 +94,6 @@ def _enforces_calls(choice: ToolChoice, params: SamplingParams) -> bool:
     form = params.structured_outputs
     if not (choice.forced or choice.is_strict or (choice.offered and form is not None)):
         return False
-    if choice.forced and form is not None:
-        named = structured_outputs(form).named
-        raise InvalidRequestError(
-            f"tool_choice asks for nothing but a call, {named} for text of a form; send one of them", named
-        )
     for name, given in (
         ("use_beam_search", params.use_beam_search),
         ("allowed_token_ids", params.allowed_token_ids is not None),

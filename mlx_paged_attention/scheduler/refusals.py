@@ -45,9 +45,10 @@ def check_fits(request: Request, manager: KVCacheManager, max_model_len: int) ->
     if prompt >= max_model_len:
         pool_holds = manager.need.longest(manager.num_usable_blocks, prompt + 1)
         what = "raise max_model_len" if pool_holds > prompt else "enlarge the pool (kv_memory)"
+        # By "prompt is too long" agents and client libraries know that a conversation must be made shorter.
         raise RequestTooLongError(
-            f"the prompt has {prompt} tokens; with max_model_len {max_model_len} it can have at "
-            f"most {max_model_len - 1}. Shorten the prompt or {what}",
+            f"the prompt is too long: it has {prompt} tokens; with max_model_len {max_model_len} it can have "
+            f"at most {max_model_len - 1}. Shorten the prompt or {what}",
             "prompt",
         )
     longest = min(prompt + request.max_tokens, max_model_len)

@@ -1,6 +1,6 @@
 """What Codex 0.171 sends in one turn: a first request, and a second one with the output of the tool it ran.
 
-The keys and kinds are Codex's; texts are shortened, identifiers replaced, some tools left out.
+Seen on a loopback interface. The keys and kinds are Codex's; the texts are ours, some tools are left out.
 """
 
 from typing import Any
@@ -11,6 +11,9 @@ HEADERS = {
     "thread-id": "0000-session",
     "x-client-request-id": "0000-session",
     "x-codex-beta-features": "remote_compaction_v2",
+    "x-codex-window-id": "0000-session:0",
+    "originator": "codex_exec",
+    "accept-encoding": "zstd,gzip",
 }
 
 
@@ -30,14 +33,15 @@ def _function(name: str, required: list[str]) -> dict[str, Any]:
     }
 
 
-def _message(role: str, text: str) -> dict[str, Any]:
-    content = [{"type": "input_text", "text": text}]
+def _message(role: str, *texts: str) -> dict[str, Any]:
+    content = [{"type": "input_text", "text": text} for text in texts]
     return {"type": "message", "id": f"msg_{role}", "role": role, "content": content}
 
 
 TOOLS: list[dict[str, Any]] = [
     _function("exec_command", ["cmd"]),
     _function("write_stdin", ["session_id"]),
+    _function("get_goal", []),
     {
         "type": "namespace",
         "name": "multi_agent_v1",
@@ -51,7 +55,7 @@ FIRST: dict[str, Any] = {
     "stream": True,
     "input": [
         _message("developer", "You are a coding agent."),
-        _message("developer", "<skills_instructions>None.</skills_instructions>"),
+        _message("developer", "<skills>None.</skills>", "<permissions>All.</permissions>"),
         _message("user", "<environment_context><shell>bash</shell></environment_context>"),
         _message("user", "say hi"),
     ],
@@ -75,8 +79,8 @@ def second(output: list[dict[str, Any]], result: str) -> dict[str, Any]:
                 items.append({"type": "reasoning", "id": item["id"], "summary": item["summary"]})
                 items[-1]["encrypted_content"] = item["encrypted_content"]
             case "message":
-                content = [{"type": "output_text", "text": part["text"]} for part in item["content"]]
-                items.append({"type": "message", "id": item["id"], "role": "assistant", "content": content})
+                keys = ("type", "status", "id", "role", "content")
+                items.append({key: item[key] for key in keys})
             case "function_call":
                 keys = ("type", "status", "id", "name", "arguments", "call_id")
                 items.append({key: item[key] for key in keys})

@@ -249,7 +249,7 @@ class FakeLLM:
         room = MAX_MODEL_LEN - len(ids)
         if room < 1:
             raise RequestTooLongError(
-                f"the prompt has {len(ids)} tokens, at most {MAX_MODEL_LEN - 1} fit", "prompt"
+                f"the prompt is too long: it has {len(ids)} tokens, at most {MAX_MODEL_LEN - 1} fit", "prompt"
             )
         self.params.append(sampling_params)
         self.prompts.append(ids)

@@ -27,10 +27,10 @@ async def test_a_turn_with_a_tool_goes_through() -> None:
         first_prompt = bytes(llm.prompts[-1]).decode()
         await post(client, second(output, "hi\n"))
     assert len(app.state.response_store) == 0
-    system = "You are a coding agent.\n\n<skills_instructions>None.</skills_instructions>"
+    system = "You are a coding agent.\n\n<skills>None.</skills><permissions>All.</permissions>"
     environment = "<environment_context><shell>bash</shell></environment_context>"
     begin = f"<system>{system}<user>{environment}<user>say hi"
-    tools = "<assistant>[tools=exec_command,write_stdin]"
+    tools = "<assistant>[tools=exec_command,write_stdin,get_goal]"
     assert first_prompt == begin + tools
     assert bytes(llm.prompts[-1]).decode() == f"{begin}<assistant>I will.<tool>hi\n{tools}"
 

@@ -247,7 +247,9 @@ def test_a_prompt_that_is_too_long_is_refused_before_a_stream_begins(
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert re.search(r"the prompt has \d{4} tokens; with max_model_len 1024", error["message"])
+    assert re.search(
+        r"the prompt is too long: it has \d{4} tokens; with max_model_len 1024", error["message"]
+    )
     assert llm.stats() == before
 
 

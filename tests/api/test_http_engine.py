@@ -173,6 +173,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers(url: Url) -> None:
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
+    assert "prompt is too long" in error["message"], "what LiteLLM and LangChain look for"
     assert "4300" in error["message"]
     assert "4200" in error["message"]
 

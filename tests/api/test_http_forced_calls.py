@@ -75,6 +75,20 @@ def made(choice: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+async def test_a_form_of_the_text_does_not_hinder_forced_calls(
+    client: httpx.AsyncClient, tool_choice: Any
+) -> None:
+    """Both are sent by clients that describe one class as a tool and as the form of the answer."""
+    described = {"type": "json_schema", "json_schema": {"name": "p", "schema": PARAMETERS}}
+    both = {"tool_choice": tool_choice, "parallel_tool_calls": False, "seed": 1}
+    (choice,) = (await chat(client, **both, response_format=described))["choices"]
+    ((name, arguments),) = made(choice)
+    assert name in ("go", "look")
+    assert arguments["way"] in ("left", "right")
+    assert not choice["message"]["content"]
+
+
 @pytest.mark.parametrize(("tool_choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
 async def test_a_forced_answer_is_one_valid_call_or_several(
     client: httpx.AsyncClient, tool_choice: Any, reason: str

@@ -83,7 +83,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"extra_body": {"speed": "fast"}}, "speed: .*'standard'"),
     ({"extra_body": {"output_format": {"type": "json_schema"}}}, "output_format: .*output_config"),
-    ({"system": "x" * 300}, "prompt is too long: the prompt has 327 tokens"),
+    ({"system": "x" * 300}, "prompt is too long: it has 327 tokens"),
 ]
 
 

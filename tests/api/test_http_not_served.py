@@ -27,6 +27,24 @@ async def test_any_other_path_is_a_404_that_says_where_to_look(client: httpx.Asy
     assert error_of(response)["message"].endswith("GET / lists what is here")
 
 
+@pytest.mark.parametrize(
+    ("path", "right", "what_to_do"),
+    [
+        ("/chat/completions", "/v1/chat/completions", "put /v1 at the end"),
+        ("/models", "/v1/models", "put /v1 at the end"),
+        ("/responses/resp_1", "/v1/responses/resp_1", "put /v1 at the end"),
+        ("/v1/v1/messages", "/v1/messages", "leave out /v1 at the end"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions", "leave out /v1 at the end"),
+    ],
+)
+async def test_a_base_url_without_its_v1_or_with_two_is_told(
+    client: httpx.AsyncClient, path: str, right: str, what_to_do: str
+) -> None:
+    response = await client.post(path, json={})
+    assert (response.status_code, error_of(response)["code"]) == (404, "not_served")
+    assert f"nothing at {path}, but at {right}: {what_to_do}" in error_of(response)["message"]
+
+
 async def test_another_method_is_told_which_one_is_right(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")

@@ -383,7 +383,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
         "'z', which is not",
     ),
-    ({"input": "long " * 100}, "input", "the prompt has"),
+    ({"input": "long " * 100}, "input", "the prompt is too long: it has"),
 ]
 
 

@@ -93,7 +93,7 @@ async def test_bad_forms_are_refused_as_the_client_calls_them(
 async def test_what_cannot_fit_is_refused_as_the_client_calls_it(
     client: openai.AsyncOpenAI, llm: AsyncLLM
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match="the prompt has") as error:
+    with pytest.raises(openai.BadRequestError, match="the prompt is too long: it has") as error:
         await whole(client, model=llm.info.model, input="long " * 10_000)
     assert error.value.param == "input"
     assert error.value.code == "context_length_exceeded"

@@ -213,6 +213,24 @@ async def test_a_key_finds_nothing_of_another_keys() -> None:
     assert await mine.responses.retrieve(response.id) == response
 
 
+async def test_the_tokens_counted_are_those_of_the_prompt() -> None:
+    llm = ScriptedLLM(["x"])
+    client = client_of(llm)
+    first = await whole(client, instructions="Be.")
+    body: dict[str, Any] = {"input": "ho", "previous_response_id": first.id, "tools": TOOLS}
+    counted = await client.responses.input_tokens.count(model="fake/bytes", **body)
+    assert len(llm.prompts) == 1, "counting computes nothing"
+    second = await whole(client, **body)
+    assert second.usage is not None
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == second.usage.input_tokens > 20
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await client.responses.input_tokens.count(model="other", input="hi")
+    with pytest.raises(openai.BadRequestError, match="no place for") as error:
+        await client_of(FakeLLM()).responses.input_tokens.count(model="fake/bytes", input="hi", tools=TOOLS)
+    assert error.value.param == "tools"
+
+
 async def test_what_is_not_offered_is_refused_clearly() -> None:
     client = client_of(FakeLLM())
     response = await whole(client)

@@ -208,6 +208,7 @@ async def test_every_route_but_the_health_checks_needs_the_key(header: str | Non
             for method in ("GET", "POST", "DELETE", "OPTIONS"):
                 response = await client.request(method, path, headers=headers)
                 assert response.status_code == 401, (method, path)
+                assert response.headers["x-should-retry"] == "false", "another try ends as this one did"
                 if path.startswith("/v1/messages"):
                     assert response.json()["error"]["type"] == "authentication_error"
                 else:

@@ -224,11 +224,6 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
         (ScriptedLLM(["x"], answer_format=HERMES), change, param, message)
         for change, param, message in (
             (
-                {"tool_choice": "required", "response_format": {"type": "json_object"}},
-                "response_format",
-                "nothing but a call",
-            ),
-            (
                 {"tool_choice": "required", "extra_body": {"allowed_token_ids": [1]}},
                 "allowed_token_ids",
                 "enforced",

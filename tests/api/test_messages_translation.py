@@ -226,7 +226,7 @@ def test_fields_that_change_no_answer_may_come_along() -> None:
         (InvalidRequestError("tools[1].function.name 'f' is", "tools"), "tools[1].name 'f' is"),
         (InvalidRequestError("the template refuses", "messages"), "messages: the template refuses"),
         (InvalidRequestError("no reason to stop"), "no reason to stop"),
-        (RequestTooLongError("9 tokens", "prompt"), "prompt is too long: 9 tokens"),
+        (RequestTooLongError("it has 9 tokens", "prompt"), "it has 9 tokens"),
         (RequestTooLongError("9 tokens", "max_tokens"), "9 tokens"),
     ],
 )

@@ -58,5 +58,3 @@ def test_answers_of_generate_are_not_read(llm):
 def test_tools_that_cannot_be_offered_are_refused(llm):
     with pytest.raises(InvalidRequestError, match="names 'g'"):
         llm.chat(HI, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}})
-    with pytest.raises(InvalidRequestError, match="nothing but a call"):
-        llm.chat(HI, params(structured_outputs={"choice": ["a"]}), tools=TOOLS, tool_choice="required")

@@ -49,7 +49,9 @@ class ApiKey:
                 status=401,
                 code="invalid_api_key",
             )
-            response = error_response(scope["path"], 401, body, {"WWW-Authenticate": "Bearer"})
+            # Claude Code tries for minutes unless it is told not to.
+            headers = {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+            response = error_response(scope["path"], 401, body, headers)
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)

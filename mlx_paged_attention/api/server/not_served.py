@@ -46,6 +46,10 @@ _NOT_SERVED = {
 }
 
 
+# What clients put behind their base URL, which ends in /v1 for OpenAI's and before it for Anthropic's.
+_AFTER_V1 = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+
+
 def not_served(path: str) -> str:
     """Why there is nothing at a path, and what to use instead."""
     parts = path.split("/")
@@ -53,4 +57,9 @@ def not_served(path: str) -> str:
         prefix = "/".join(parts[:length])
         if prefix in _NOT_SERVED:
             return f"{prefix} is not served: {_NOT_SERVED[prefix]}"
+    rest = path.removeprefix("/v1").removeprefix("/v1") if path.startswith("/v1/v1/") else path
+    for known in _AFTER_V1:
+        if rest == known or rest.startswith(f"{known}/"):
+            change = "put /v1 at the end of" if rest == path else "leave out /v1 at the end of"
+            return f"there is nothing at {path}, but at /v1{rest}: {change} the client's base URL"
     return f"there is nothing at {path}; GET / lists what is here"

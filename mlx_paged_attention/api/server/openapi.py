@@ -17,7 +17,11 @@ from mlx_paged_attention.api.server.chunks import (
     TokensText,
 )
 from mlx_paged_attention.api.server.messages.events import MessageObject, TokenCount
-from mlx_paged_attention.api.server.responses.objects import DeletedResponse, ResponseObject
+from mlx_paged_attention.api.server.responses.objects import (
+    DeletedResponse,
+    InputTokenCount,
+    ResponseObject,
+)
 from mlx_paged_attention.engine.blocks_view import BlocksView
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
@@ -30,6 +34,7 @@ ANSWERS: dict[str, dict[str, Any] | None] = {
     "/v1/chat/completions/render": {_JSON: RenderedRequest},
     "/v1/completions/render": {_JSON: list[RenderedRequest]},
     "/v1/responses": {_JSON: ResponseObject, _EVENTS: dict[str, Any]},
+    "/v1/responses/input_tokens": {_JSON: InputTokenCount},
     "/v1/responses/{response_id}": {_JSON: ResponseObject},
     "delete /v1/responses/{response_id}": {_JSON: DeletedResponse},
     "/v1/responses/{response_id}/cancel": {},

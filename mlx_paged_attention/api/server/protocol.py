@@ -22,6 +22,8 @@ NO_EFFECT = frozenset(
         "service_tier",  # price and queue, not the answer
         "prompt_cache_key",  # a routing hint: prefixes are shared here by their content
         "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",  # a guess at the answer, which would only be faster for it
         "parallel_tool_calls",  # says how to use tools, which only chat has
         "spaces_between_special_tokens",  # tokenizers written in Python put them there; none is here
     }
@@ -37,6 +39,9 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "function_call": (_NO_TOOLS, ("none",)),
     "suffix": ("text cannot be inserted between a prompt and a suffix; put both into the prompt", ("",)),
     "audio": ("only text is generated; leave it out", ()),
+    "verbosity": ("there is one length of answers; ask for another in a message", ("medium",)),
+    "web_search_options": ("nothing is searched here; leave it out", ()),
+    "moderation": ("nothing is moderated here; leave it out", ()),
     "modalities": ("only text is generated; leave it out or send ['text']", (["text"],)),
     "store": ("answers are not stored here; leave it out or send false", (False,)),
     "echo": ("messages are not repeated in the answer; put them before it yourself", (False,)),

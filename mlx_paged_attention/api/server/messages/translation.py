@@ -100,11 +100,8 @@ def clients_words() -> Iterator[None]:
     """Errors that name a field of ChatRequest name the client's own instead."""
     try:
         yield
-    except RequestTooLongError as error:
-        if error.param != "prompt":
-            raise
-        # By these words agents know that it is time to make their history shorter.
-        raise RequestTooLongError(f"prompt is too long: {error}", error.param) from error
+    except RequestTooLongError:
+        raise
     except InvalidRequestError as error:
         message = _IN_ERRORS.sub(lambda found: _CLIENT_FIELDS[found[0]], str(error))
         message = message.replace("].function.parameters", "].input_schema").replace("].function.", "].")

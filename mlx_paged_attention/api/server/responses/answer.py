@@ -90,6 +90,13 @@ class ResponseAnswer:
         except InvalidRequestError as error:
             raise self._translation.reworded(error) from error.__cause__
 
+    async def prompt_tokens(self) -> int:
+        """How many tokens the model would read; nothing is computed."""
+        try:
+            return len(await self._conversation.prompt_token_ids())
+        except InvalidRequestError as error:
+            raise self._translation.reworded(error) from error.__cause__
+
     def failed(self, code: str, message: str) -> ResponseObject:
         """The response as it is after an error."""
         error = ResponseError(code=code, message=message)

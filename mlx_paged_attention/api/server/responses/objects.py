@@ -124,6 +124,13 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     user: str | UnsetType = UNSET
 
 
+class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "response"

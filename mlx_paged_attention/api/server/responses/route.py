@@ -17,7 +17,11 @@ from mlx_paged_attention.api.server.responses.events import (
     Incomplete,
     ResponseEvents,
 )
-from mlx_paged_attention.api.server.responses.objects import DeletedResponse, ResponseObject
+from mlx_paged_attention.api.server.responses.objects import (
+    DeletedResponse,
+    InputTokenCount,
+    ResponseObject,
+)
 from mlx_paged_attention.api.server.responses.request import ResponsesRequest
 from mlx_paged_attention.api.server.responses.store import ResponseStore
 
@@ -30,6 +34,14 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     answer = ResponseAnswer(request.app.state.serving, request.app.state.response_store, body, request)
     events = ResponseEvents(answer.failed)
     return await respond(request, answer.events(), _collect, stream=bool(body.stream), events=events)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """How many tokens the prompt of the same request has."""
+    answer = ResponseAnswer(request.app.state.serving, request.app.state.response_store, body, request)
+    count = InputTokenCount(input_tokens=await answer.prompt_tokens())
+    return Response(encode(count), media_type="application/json")
 
 
 async def _collect(steps: AsyncGenerator[list[Event], None]) -> ResponseObject:
