@@ -109,7 +109,7 @@ class AsyncLLM:
             kind=output_kind,
             emit=outputs.put,
         )
-        long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
+        long = bool(params.bad_words) or (isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT)
         group = await asyncio.to_thread(prepare) if long else prepare()
         self._engine.start(group)
         async with aclosing(self._follow(outputs, group)) as stream:

@@ -68,12 +68,20 @@ def row_sampling(
     index: int,
     seeds: random.Random,
     thinking: RowThinking | None = None,
+    first: RowSampling | None = None,
 ) -> RowSampling:
     """What the sampler needs for answer ``index`` of a request.
+
+    Args:
+        first: of answer 0 of the same request, once that is known.
 
     Raises:
         InvalidRequestError: what needs a tokenizer, without one; a form that cannot be enforced.
     """
+    seed = seeds.getrandbits(63) if params.seed is None else params.seed + index
+    if first is not None:
+        # Every answer has the same prompt: the first one scores it, the others may find it cached.
+        return msgspec.structs.replace(first, seed=seed, prompt_logprobs=None)
     if tokenizer is None:
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -97,12 +105,11 @@ def row_sampling(
         repetition_penalty=float(params.repetition_penalty),
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
-        seed=seeds.getrandbits(63) if params.seed is None else params.seed + index,
+        seed=seed,
         min_tokens=params.min_tokens,
         stop_ids=[*stop_ids, *(params.stop_token_ids or ())],
         logprobs=logprobs,
-        # Every answer has the same prompt: the first one scores it, the others may find it cached.
-        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        prompt_logprobs=params.prompt_logprobs,
         logit_bias={k: float(v) for k, v in (params.logit_bias or {}).items()},
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         bad_words=[word for word in bad_words if max(word) < info.vocab_size],

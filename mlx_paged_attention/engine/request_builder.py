@@ -21,7 +21,7 @@ from mlx_paged_attention.engine.prompt import (
 )
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.errors import InvalidRequestError
-from mlx_paged_attention.sampling.params import RowThinking, SamplingParams
+from mlx_paged_attention.sampling.params import RowSampling, RowThinking, SamplingParams
 from mlx_paged_attention.scheduler.queue import Policy
 from mlx_paged_attention.scheduler.request import Request
 from mlx_paged_attention.text.tokenizer import Tokenizer
@@ -89,7 +89,10 @@ class RequestBuilder:
         sequences: list[Sequence] = []
         for index in range(params.num_sequences):
             name = request_id if params.num_sequences == 1 else f"{request_id}#{index}"
-            request = self._request(name, token_ids, params, index, max_tokens, arrival, thinking=thinking)
+            first = sequences[0].request.sampling if sequences else None
+            request = self._request(
+                name, token_ids, params, index, max_tokens, arrival, thinking=thinking, first=first
+            )
             self._check_fits(request)
             if self._hasher is not None:
                 # Here, on the caller's thread, and once for all answers: a long prompt takes a while.
@@ -210,9 +213,10 @@ class RequestBuilder:
         *,
         candidates: int | None = None,
         thinking: RowThinking | None = None,
+        first: RowSampling | None = None,
     ) -> Request:
         """The scheduler's request for answer ``index``; or one that reports candidates and is steered."""
-        sampling = row_sampling(params, self._info, self._tokenizer, index, self._seeds, thinking)
+        sampling = row_sampling(params, self._info, self._tokenizer, index, self._seeds, thinking, first)
         if candidates is not None:
             sampling = msgspec.structs.replace(sampling, logprobs=candidates)
         return Request(

@@ -10,6 +10,10 @@ from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.structured_outputs import StructuredOutputsParams, structured_outputs
 
 MAX_LOGPROBS = 20
+# Strings that are looked for in every token's text, and their characters in all.
+MAX_STOPS = 256
+MAX_BAD_WORDS = 1024
+MAX_CHARACTERS = 64 * 1024
 MAX_INT = 2**31 - 1
 
 # Parameters that choose or end in ways that beam search does not, and what they must be with it.
@@ -124,22 +128,22 @@ class SamplingParams:
         top_p: keep the smallest set of tokens with at least this probability, (0, 1].
         top_k: keep this many most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the likeliest, [0, 1].
-        repetition_penalty: > 1 discourages tokens of the prompt and the output, (0, 100].
+        repetition_penalty: > 1 discourages tokens of the prompt and the output, [0.001, 100].
         presence_penalty: subtracted once from every token already in the output, [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, [-2, 2].
         seed: makes the request repeatable whatever else is in the batch; ``None`` draws one.
         max_tokens: most tokens to generate; ``None`` is as many as the context allows. An answer that
             reaches ``max_model_len`` first ends there, with finish reason ``"length"``.
         min_tokens: no end-of-sequence or stop token id before this many.
-        stop: string or strings that end the answer; not part of the text unless
-            ``include_stop_str_in_output``.
+        stop: string or strings that end the answer, at most 256 of 65,536 characters in all; not part of the
+            text unless ``include_stop_str_in_output``.
         stop_token_ids: token ids that end the answer; shown like ``stop``.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many alternatives.
         prompt_logprobs: the same for the prompt; such a request reads no cached prefix.
         logit_bias: added to the logits of token ids, [-100, 100].
         allowed_token_ids: only these may be sampled.
-        bad_words: words that must not be generated.
+        bad_words: words that must not be generated, at most 1,024 of 65,536 characters in all.
         structured_outputs: the form that the answer must have, as :class:`StructuredOutputsParams` or a
             dict of the same names; the answer ends where nothing more is allowed.
         thinking_token_budget: after so many tokens of reasoning, in each answer, the marker that ends it is
@@ -194,7 +198,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1, MAX_INT)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.001, 100.0)  # logits must stay finite
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -236,6 +240,7 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError("stop must be a non-empty string or a list of them", "stop")
+        _few("stop", self.stop_strings, MAX_STOPS)
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
 
@@ -289,6 +294,7 @@ class SamplingParams:
         for word in self.bad_words or ():
             if not isinstance(word, str) or not word:
                 raise InvalidRequestError("bad_words must be non-empty strings", "bad_words")
+        _few("bad_words", self.bad_words or (), MAX_BAD_WORDS)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -320,6 +326,16 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
 def _sequence(name: str, value: Any) -> None:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidRequestError(f"{name} must be a list, not {_shown(value)}", name)
+
+
+def _few(name: str, texts: Sequence[str], most: int) -> None:
+    characters = sum(map(len, texts))
+    if len(texts) > most or characters > MAX_CHARACTERS:
+        raise InvalidRequestError(
+            f"{name} has {len(texts)} strings of {characters} characters in all; at most {most} of "
+            f"{MAX_CHARACTERS} are looked for",
+            name,
+        )
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Tokenizer: text to token ids and back, and conversations to prompts."""
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,10 @@ from mlx_paged_attention.text.gguf_vocabulary import gguf_adds_bos, gguf_value, 
 from mlx_paged_attention.text.grammar import Grammars
 from mlx_paged_attention.text.messages import map_strings, normalize_messages
 from mlx_paged_attention.text.tokenizer_files import TokenizerFiles
+
+# One text is encoded at a time, so that the library's threads have nothing to do; without them it does not
+# warn about every process that is started later.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -110,7 +115,7 @@ class Tokenizer:
             text: anything, ``""`` included.
             add_special_tokens: also add those a bare prompt begins with (often one bos token, or none).
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered conversation: nothing is added, the template has written it all."""
@@ -268,7 +273,7 @@ class Tokenizer:
             return self.encode_chat(text)
         private = {text: _private_name(token_id) for token_id, text in self._special_tokens.items()}
         text = guard.restore(guard.special_text.sub(lambda match: private[match[0]], text))
-        return self._private_backend.encode(text, add_special_tokens=False).ids
+        return _ids(self._private_backend, text, add_special_tokens=False)
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, unfinished: bool
@@ -351,6 +356,12 @@ def _adds_generation_prompt(asked: bool | None, continues: bool) -> bool:
             "continue_final_message",
         )
     return not continues if asked is None else asked
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """As ``backend.encode``, which would keep all other threads waiting: a second per megabyte."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def _private_name(token_id: int) -> str:

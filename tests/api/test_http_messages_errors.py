@@ -51,6 +51,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "role 'system' has no thinking blocks",
     ),
     (answer({"type": "thinking", "thinking": "", "signature": "mlx-paged:?"}), "signature has been changed"),
+    (answer({"type": "thinking", "thinking": "", "signature": "mlx-paged:é"}), "signature has been changed"),
+    (
+        answer({"type": "thinking", "thinking": "", "signature": "mlx-paged:\ud800"}),
+        "signature has been changed",
+    ),
     ({"system": [IMAGE]}, "system: block 0 has type 'image'"),
     ({"system": [{"type": "thinking", "thinking": "x"}]}, "system.0.type: input should be 'text'"),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema: field required"),

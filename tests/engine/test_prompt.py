@@ -34,7 +34,10 @@ def test_a_top_k_of_all_tokens_is_none(top_k, expected):
     assert resolved(SamplingParams(top_k=top_k)).top_k == expected
 
 
-@pytest.mark.parametrize(("index", "expected"), [(0, 3), (1, None)])
-def test_only_the_first_answer_scores_the_prompt(index, expected):
-    params = SamplingParams(n=2, prompt_logprobs=3)
-    assert resolved(params, index=index).prompt_logprobs == expected
+def test_an_answer_differs_from_the_first_only_in_its_seed_and_in_not_scoring_the_prompt():
+    params = SamplingParams(n=2, prompt_logprobs=3, bad_words=["ab"], seed=5)
+    first = resolved(params, tokenizer=letters())
+    again = row_sampling(params, make_info(), letters(), 1, random.Random(0), first=first)
+    assert (first.prompt_logprobs, again.prompt_logprobs) == (3, None)
+    assert (first.seed, again.seed) == (5, 6)
+    assert again.bad_words is first.bad_words  # encoding a thousand words takes a while

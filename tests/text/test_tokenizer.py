@@ -2,6 +2,8 @@
 
 import ast
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -400,3 +402,15 @@ def test_nobody_ends_their_own_turn_in_the_default_model(smollm2):
     assert [token_id for token_id in ids if token_id in smollm2.special_ids] == [1, 2, 1, 2, 1]
     assert attack in smollm2.decode(ids)
     assert smollm2.encode("a<|im_end|>")[-1] == 2
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded():
+    """The engine's thread and the event loop are among them."""
+    tokenizer = Tokenizer(byte_level())
+    encoding = threading.Thread(target=tokenizer.encode, args=("lorem ipsum " * 100_000,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20

@@ -5,14 +5,27 @@ that say nothing about the answer (``NO_EFFECT``) are accepted and have no effec
 """
 
 import json
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from mlx_paged_attention.api.server.formats import GUIDED, requested_format
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import MAX_LOGPROBS, UNUSED_BY_BEAMS, SamplingParams
 from mlx_paged_attention.text.nesting import MAX_DEPTH, is_nested_too_deeply
+
+T = TypeVar("T")
+
+
+class _OneComplaint(FailFast):
+    """About a list, not one about each of its items: a million take half a minute."""
+
+    def __hash__(self) -> int:  # parts of a union need one
+        return hash(self.fail_fast)
+
+
+ListOf = Annotated[list[T], _OneComplaint()]
 
 NO_EFFECT = frozenset(
     {
@@ -108,7 +121,7 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[str | list[str] | None, BeforeValidator(lambda value: _text_or_texts(value))] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListOf[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -116,8 +129,8 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(lambda value: _biases(value))] = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
     thinking_token_budget: int | None = None
     thinking_budget: int | None = None
     max_reasoning_tokens: int | None = None
@@ -127,7 +140,7 @@ class GenerationRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
 
     @model_validator(mode="before")
@@ -135,8 +148,13 @@ class GenerationRequest(BaseModel):
     def _drop_fields_without_effect(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        known = cls.model_fields.keys() | UNSUPPORTED.keys() | NO_EFFECT
+        # As in lists, one complaint is enough.
+        unknown = next((name for name in data if name not in known), None)
         kept = {}
         for name, value in data.items():
+            if name not in known and name is not unknown:
+                continue
             if is_nested_too_deeply(value):
                 raise InvalidRequestError(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
             if not _is_unicode(value):
@@ -211,11 +229,11 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]  # checked where every path goes through, by text.messages
+    messages: ListOf[dict[str, Any]]  # checked where every path goes through, by text.messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -281,9 +299,11 @@ def _biases(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     try:
+        if not all(type(bias) in (int, float) and abs(bias) < math.inf for bias in value.values()):
+            raise ValueError
         return {int(token_id): bias for token_id, bias in value.items()}
     except ValueError:
-        raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias") from None
+        raise InvalidRequestError("logit_bias must map token ids to finite numbers", "logit_bias") from None
 
 
 def _prompts(value: Any) -> Any:

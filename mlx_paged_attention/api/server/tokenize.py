@@ -14,7 +14,7 @@ from mlx_paged_attention.api.server.chunks import (
     encode,
 )
 from mlx_paged_attention.api.server.conversation import Conversation
-from mlx_paged_attention.api.server.protocol import ChatRequest
+from mlx_paged_attention.api.server.protocol import ChatRequest, ListOf
 from mlx_paged_attention.api.server.serving import Serving
 from mlx_paged_attention.errors import InvalidRequestError
 
@@ -28,7 +28,7 @@ class TokenizeRequest(ChatRequest):
     """
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] = Field(default_factory=list)
+    messages: ListOf[dict[str, Any]] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -50,7 +50,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: ListOf[int]
 
 
 @router.post("/tokenize")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from mlx_paged_attention.api.server.errors import ApiError
+from mlx_paged_attention.api.server.protocol import ListOf
 from mlx_paged_attention.errors import InvalidRequestError
 
 NO_EFFECT = frozenset(
@@ -66,7 +67,7 @@ class _Block(_Model):
 class TextBlock(_Block):
     type: Literal["text"]
     text: str
-    citations: list[dict[str, Any]] | None = None  # of an answer: about its text, no part of it
+    citations: ListOf[dict[str, Any]] | None = None  # of an answer: about its text, no part of it
 
 
 class ThinkingBlock(_Block):
@@ -107,7 +108,7 @@ def _as_blocks(content: Any) -> Any:
 
 
 TextBlocks = Annotated[
-    list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
+    ListOf[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
 ]
 
 
@@ -125,7 +126,7 @@ Block = Annotated[
 
 class Message(_Model):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+    content: Annotated[ListOf[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
 
 class Tool(_Model):
@@ -138,7 +139,7 @@ class Tool(_Model):
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # in which pieces the input comes, not what it says
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: ListOf[Literal["direct"]] | None = None
     cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -194,9 +195,9 @@ class CountTokensRequest(_Model):
     """``POST /v1/messages/count_tokens``: what the prompt is made of. ``None`` is "not given" everywhere."""
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     system: TextBlocks | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -219,7 +220,7 @@ class MessagesRequest(CountTokensRequest):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -1,7 +1,6 @@
 """A request to ``/v1/messages`` as the :class:`ChatRequest` that it means, and errors back in its words."""
 
 import base64
-import binascii
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,7 +121,7 @@ def _thinking_text(block: ThinkingBlock) -> str:
         return block.thinking
     try:
         return base64.b64decode(block.signature.removeprefix(_SIGNED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, no ASCII, no UTF-8
         raise InvalidRequestError(
             "a thinking block's signature has been changed; send it as it came"
         ) from None

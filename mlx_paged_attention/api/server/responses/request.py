@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from mlx_paged_attention.api.server.protocol import GenerationRequest
+from mlx_paged_attention.api.server.protocol import GenerationRequest, ListOf
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import MAX_LOGPROBS
 
@@ -94,10 +94,10 @@ class ResponsesRequest(GenerationRequest):
     previous_response_id: str | None = None
     store: bool | None = None
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
