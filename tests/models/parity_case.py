@@ -145,7 +145,7 @@ def fork(case: ParityCase) -> None:
 
 def long_chunks(case: ParityCase) -> None:
     """Chunks of more tokens than share a forward with others: at the start, later, and after a hit."""
-    with token_budget(case.llm, 48), recorded_plans(case.llm) as plans:
+    with token_budget(case.llm, 60), recorded_plans(case.llm) as plans:
         case.compare([*RAGGED[:3], BEYOND[3]])
     assert any(row.start > 0 and len(row.token_ids) > 32 for plan in plans for row in plan.rows)
     salt = case.new_salt()
