@@ -176,12 +176,23 @@ async def test_a_template_may_open_the_reasoning(monkeypatch: pytest.MonkeyPatch
     assert as_joined(await whole(llm))["reasoning"] == "Hm."
 
 
-async def test_the_tools_reach_the_template_unless_none_may_be_called() -> None:
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_the_tools_reach_the_template_unless_they_may_not_be_called() -> None:
     llm = ScriptedLLM([call("f", "{}")])
-    for choice, prompt in (("auto", "<user>hi<assistant>[tools=f,g]"), ("none", "<user>hi<assistant>")):
+    for choice, prompt in (
+        ("auto", "<user>hi<assistant>[tools=f,g]"),
+        (allowed("auto", "g", "f"), "<user>hi<assistant>[tools=f,g]"),
+        ("none", "<user>hi<assistant>"),
+        (allowed("auto", "g"), "<user>hi<assistant>[tools=g]"),
+    ):
         answer = await whole(llm, tool_choice=choice)
         assert bytes(llm.prompts[-1]).decode() == prompt
-        assert bool(answer.choices[0].message.tool_calls) == (choice == "auto")
+        assert bool(answer.choices[0].message.tool_calls) == ("tools=f" in prompt)
+        assert answer.choices[0].finish_reason == ("tool_calls" if "tools=f" in prompt else "stop")
     assert answer.choices[0].message.content == call("f", "{}")
 
 
@@ -235,7 +246,10 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
                 "'z', which is not",
             ),
             ({"tool_choice": "sometimes"}, "tool_choice", "must be"),
-            ({"tool_choice": {"type": "function", "function": {"name": [1]}}}, "tool_choice", "which is not"),
+            ({"tool_choice": {"type": "function", "function": {"name": [1]}}}, "tool_choice", "must be"),
+            ({"tool_choice": allowed("auto", "f", "z")}, "tool_choice", "'z', which is not"),
+            ({"tool_choice": allowed("sometimes", "f")}, "tool_choice", "must be"),
+            ({"tool_choice": allowed("required")}, "tool_choice", "must be"),
             ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be"),
             ({"tool_choice": "auto", "tools": []}, "tool_choice", "only allowed with tools"),
             ({"tools": [tool("f"), tool("f")]}, "tools", "twice"),

@@ -36,6 +36,9 @@ AnswerParts = list[tuple[CompletionOutput, list[Part]]]
 class Conversation:
     """Answers one chat request.
 
+    Attributes:
+        names_the_call: the request says which function is called.
+
     Raises:
         InvalidRequestError: the request asks for what this model or engine cannot do.
         EngineDeadError: nothing can be served.
@@ -52,6 +55,7 @@ class Conversation:
             )
         self._tokenizer = tokenizer
         choice = tool_choice_of(body.tools, body.tool_choice, tokenizer)
+        self.names_the_call = choice.is_named
         self._template_kwargs = _template_kwargs(body, choice.offered, tokenizer)
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
