@@ -258,7 +258,11 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
             ({"tools": [tool("f", parameters=[])]}, "tools", "parameters must be a JSON schema object"),
             ({"tools": [tool("f", description=1)]}, "tools", "description must be a string"),
             ({"tools": [tool("f", strict=1)]}, "tools", "strict must be true or false"),
-            ({"extra_body": {"thinking_budget": -1}}, "thinking_token_budget", "at least 0"),
+            (
+                {"extra_body": {"thinking_budget": -1}},
+                "thinking_budget",
+                "thinking_budget must be .* at least 0",
+            ),
             (
                 {"extra_body": {"thinking_budget": 5, "max_reasoning_tokens": 5}},
                 "max_reasoning_tokens",
@@ -266,7 +270,7 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
             ),
             (
                 {"extra_body": {"thinking_budget": 5, "continue_final_message": True}},
-                "thinking_token_budget",
+                "thinking_budget",
                 "continue_final_message",
             ),
             ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs", "tools"),

@@ -92,12 +92,14 @@ class _CompletionChunks:
         continuous = options is not None and options.continuous_usage_stats
         prompts = await self._prompts_to_run()
         outputs = merge([self._serving.generate(prompt, self._params) for prompt in prompts])
-        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
-            async for prompt_index, output in outputs:
-                self._usage.add(prompt_index, output, completion=not self._prompt_only)
-                usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
-                choices = [self._choice(prompt_index, output, answer) for answer in output.outputs]
-                yield [Completion(**self._header, choices=[choice], usage=usage) for choice in choices]
+        # A client that leaves frees its blocks now, not when this is collected.
+        with self._body.own_names():
+            async with aclosing(outputs):
+                async for prompt_index, output in outputs:
+                    self._usage.add(prompt_index, output, completion=not self._prompt_only)
+                    usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
+                    choices = [self._choice(prompt_index, output, answer) for answer in output.outputs]
+                    yield [Completion(**self._header, choices=[choice], usage=usage) for choice in choices]
         if usage_at_end:
             yield [Completion(**self._header, choices=[], usage=self._usage.usage())]
 
