@@ -109,8 +109,10 @@ class AsyncLLM:
             kind=output_kind,
             emit=outputs.put,
         )
-        long = bool(params.bad_words) or (isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT)
-        group = await asyncio.to_thread(prepare) if long else prepare()
+        takes_long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
+        # The first budget looks through the vocabulary.
+        takes_long |= bool(params.bad_words) or params.thinking_token_budget is not None
+        group = await asyncio.to_thread(prepare) if takes_long else prepare()
         self._engine.start(group)
         async with aclosing(self._follow(outputs, group)) as stream:
             async for output in stream:

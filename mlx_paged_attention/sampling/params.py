@@ -53,6 +53,7 @@ class RowThinking(msgspec.Struct, frozen=True, kw_only=True):
         ends: those of each marker that ends it.
         closing: of these, the one that is forced when the budget is used up.
         inside: the prompt ends inside it.
+        fragments: bytes of the tokens that are only parts of characters, by id.
     """
 
     budget: int
@@ -60,6 +61,7 @@ class RowThinking(msgspec.Struct, frozen=True, kw_only=True):
     ends: list[list[int]]
     closing: list[int]
     inside: bool
+    fragments: dict[int, bytes] = {}
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +149,8 @@ class SamplingParams:
         structured_outputs: the form that the answer must have, as :class:`StructuredOutputsParams` or a
             dict of the same names; the answer ends where nothing more is allowed.
         thinking_token_budget: after so many tokens of reasoning, in each answer, the marker that ends it is
-            forced. For models whose answers mark their reasoning.
+            forced; a character that has begun is completed first. For models whose answers mark their
+            reasoning.
         priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
