@@ -202,6 +202,14 @@ async def test_at_most_one_call_without_parallel_calls() -> None:
     assert joined(await stream(ScriptedLLM(list(ANSWER)), parallel_tool_calls=False)) == as_joined(answer)
 
 
+@pytest.mark.parametrize(("parallel", "reason"), [(True, "length"), (False, "tool_calls")])
+async def test_an_answer_of_one_call_is_not_cut_by_what_would_follow(parallel: bool, reason: str) -> None:
+    llm = ScriptedLLM([call("f", "{}"), " and the"], finish_reason="length")
+    answer = await whole(llm, parallel_tool_calls=parallel)
+    assert answer.choices[0].finish_reason == reason
+    assert joined(await stream(llm, parallel_tool_calls=parallel)) == as_joined(answer)
+
+
 async def test_an_answer_can_be_sent_back() -> None:
     llm = ScriptedLLM([ANSWER])
     message = (await whole(llm)).choices[0].message
