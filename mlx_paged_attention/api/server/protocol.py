@@ -240,6 +240,20 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """It asks for the prompt's log-probabilities alone: one token is computed and not shown."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def completion_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """As :meth:`sampling_params`, with what ``echo`` and ``logprobs`` mean."""
+        own: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.is_prompt_only:
+            own["max_tokens"] = 1
+        return self.sampling_params(defaults, **own)
+
 
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
