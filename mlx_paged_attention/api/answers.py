@@ -83,8 +83,11 @@ class Answers:
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """Why it ended, in the words of OpenAI's API."""
-        made_calls = self._parsers[answer.index].num_calls > 0
-        return "tool_calls" if made_calls and answer.finish_reason == "stop" else answer.finish_reason
+        if self._parsers[answer.index].num_calls == 0:
+            return answer.finish_reason
+        # An answer of one call is complete with it, whatever the model would have said after it.
+        complete = answer.finish_reason == "stop" or (answer.finish_reason == "length" and not self._parallel)
+        return "tool_calls" if complete else answer.finish_reason
 
     def _begin(self, index: int, prompt_token_ids: list[int]) -> None:
         answer_format, in_reasoning = self._format, False

@@ -19,7 +19,7 @@ from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestO
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.sampling.structured_outputs import structured_outputs
-from mlx_paged_attention.text.messages import normalize_messages
+from mlx_paged_attention.text.messages import continued_text
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 # Characters or token ids beyond which a prompt is prepared off the event loop: a megabyte of text
@@ -109,8 +109,10 @@ class AsyncLLM:
             kind=output_kind,
             emit=outputs.put,
         )
-        long = bool(params.bad_words) or (isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT)
-        group = await asyncio.to_thread(prepare) if long else prepare()
+        takes_long = isinstance(prompt, str | list) and len(prompt) > LONG_PROMPT
+        # The first budget looks through the vocabulary.
+        takes_long |= bool(params.bad_words) or params.thinking_token_budget is not None
+        group = await asyncio.to_thread(prepare) if takes_long else prepare()
         self._engine.start(group)
         async with aclosing(self._follow(outputs, group)) as stream:
             async for output in stream:
@@ -203,7 +205,7 @@ class AsyncLLM:
             self.tokenizer,
             ToolChoice([], []),
             checked_params(sampling_params),
-            continued=normalize_messages(messages)[-1]["content"] if continues else None,
+            continued=continued_text(messages) if continues else None,
         )
         params = turn.params(token_ids)
         outputs = self.generate(token_ids, params, request_id, output_kind=output_kind)

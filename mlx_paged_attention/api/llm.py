@@ -19,7 +19,7 @@ from mlx_paged_attention.engine.blocks_view import BlocksView
 from mlx_paged_attention.engine.outputs import EngineInfo, EngineStats, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
-from mlx_paged_attention.text.messages import normalize_messages
+from mlx_paged_attention.text.messages import continued_text
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -146,9 +146,7 @@ class LLM:
                 self.tokenizer,
                 choice,
                 params,
-                continued=normalize_messages(one)[-1]["content"]
-                if template_options.get("continue_final_message")
-                else None,
+                continued=continued_text(one) if template_options.get("continue_final_message") else None,
             )
             for one, params in zip(conversations, _one_each(sampling_params, len(conversations)), strict=True)
         ]

@@ -44,8 +44,9 @@ def tool_choice_of(
         if name in names:
             raise _error(f"tools[{index}].function.name {name!r} is there twice", "tools")
         names.add(name)
-    chosen = _chosen(tool_choice, names)
-    if not tools or tool_choice == "none":
+    allowed, forced, is_named = _chosen(tool_choice, names)
+    offered = [tool for tool in tools or () if tool["function"]["name"] in allowed]
+    if not offered:
         return ToolChoice([], [])
     if not tokenizer.template_reads("tools"):
         raise _error(
@@ -59,29 +60,51 @@ def tool_choice_of(
             "answer yourself",
             "tools",
         )
-    forced = [tool for tool in tools if tool["function"]["name"] in chosen]
-    return ToolChoice(tools, forced, is_named=isinstance(tool_choice, dict))
+    return ToolChoice(
+        offered, [tool for tool in offered if tool["function"]["name"] in forced], is_named=is_named
+    )
 
 
-def _chosen(tool_choice: Any, names: set[str]) -> set[str]:
-    """The names of the functions of which one must be called; none if none must."""
-    if tool_choice in (None, "none"):
-        return set()
+def _chosen(tool_choice: Any, names: set[str]) -> tuple[set[str], set[str], bool]:
+    """The names of the functions that may be called, of those of which one must be; whether it is named."""
+    if tool_choice == "none":
+        return set(), set(), False
+    if tool_choice is None:
+        return names, set(), False
     if not names:
         raise _error("tool_choice is only allowed with tools", "tool_choice")
     if tool_choice in ("auto", "required"):
-        return names if tool_choice == "required" else set()
-    function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
-    if not isinstance(function, dict) or tool_choice.get("type") != "function":
-        raise _error(
-            "tool_choice must be 'none', 'auto', 'required' or "
-            "{'type': 'function', 'function': {'name': ...}}",
-            "tool_choice",
-        )
-    name = function.get("name")
-    if not isinstance(name, str) or name not in names:
+        return names, names if tool_choice == "required" else set(), False
+    kind = tool_choice.get("type") if isinstance(tool_choice, dict) else None
+    if kind == "function" and (name := _function_name(tool_choice)) is not None:
+        return names, {_known(name, names)}, True
+    if kind == "allowed_tools" and isinstance(described := tool_choice.get("allowed_tools"), dict):
+        several, mode = described.get("tools"), described.get("mode")
+        found = list(map(_function_name, several)) if isinstance(several, list) else [None]
+        if mode in ("auto", "required") and found and None not in found:
+            allowed = {_known(name, names) for name in found if name is not None}
+            return allowed, allowed if mode == "required" else set(), False
+    raise _error(
+        "tool_choice must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': "
+        "[{'type': 'function', 'function': {'name': ...}}, ...]}}",
+        "tool_choice",
+    )
+
+
+def _function_name(choice: Any) -> str | None:
+    """The name in ``{"type": "function", "function": {"name": ...}}``; ``None`` if it is something else."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _known(name: str, names: set[str]) -> str:
+    if name not in names:
         raise _error(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
-    return {name}
+    return name
 
 
 def _check_tool(tool: dict[str, Any], where: str) -> str:

@@ -24,7 +24,7 @@ class ToolCall:
     """A call of a tool that was offered.
 
     Attributes:
-        arguments: JSON, or what the model wrote in its place.
+        arguments: the text of a JSON object.
     """
 
     call_id: str

@@ -149,7 +149,14 @@ def row_thinking(
     so_far = ReasoningTokens(start, ends, in_reasoning=inside)
     so_far.add(output_token_ids)
     left = max(0, params.thinking_token_budget - so_far.count)
-    return RowThinking(budget=left, start=start, ends=ends, closing=end, inside=so_far.inside)
+    return RowThinking(
+        budget=left,
+        start=start,
+        ends=ends,
+        closing=end,
+        inside=so_far.inside,
+        fragments=tokenizer.fragments,
+    )
 
 
 def continue_grammar(child: Request, parent: Request) -> None:

@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 256
 MAX_BAD_WORDS = 1024
 MAX_CHARACTERS = 64 * 1024
+MAX_STOP_IDS = 1024
 MAX_INT = 2**31 - 1
 
 # Parameters that choose or end in ways that beam search does not, and what they must be with it.
@@ -53,6 +54,7 @@ class RowThinking(msgspec.Struct, frozen=True, kw_only=True):
         ends: those of each marker that ends it.
         closing: of these, the one that is forced when the budget is used up.
         inside: the prompt ends inside it.
+        fragments: bytes of the tokens that are only parts of characters, by id.
     """
 
     budget: int
@@ -60,6 +62,7 @@ class RowThinking(msgspec.Struct, frozen=True, kw_only=True):
     ends: list[list[int]]
     closing: list[int]
     inside: bool
+    fragments: dict[int, bytes] = {}
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +140,7 @@ class SamplingParams:
         min_tokens: no end-of-sequence or stop token id before this many.
         stop: string or strings that end the answer, at most 256 of 65,536 characters in all; not part of the
             text unless ``include_stop_str_in_output``.
-        stop_token_ids: token ids that end the answer; shown like ``stop``.
+        stop_token_ids: token ids that end the answer, at most 1,024; shown like ``stop``.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many alternatives.
         prompt_logprobs: the same for the prompt; such a request reads no cached prefix.
@@ -147,7 +150,8 @@ class SamplingParams:
         structured_outputs: the form that the answer must have, as :class:`StructuredOutputsParams` or a
             dict of the same names; the answer ends where nothing more is allowed.
         thinking_token_budget: after so many tokens of reasoning, in each answer, the marker that ends it is
-            forced. For models whose answers mark their reasoning.
+            forced; a character that has begun is completed first. For models whose answers mark their
+            reasoning.
         priority: lower is served first; refused unless the engine has the priority policy.
         cache_salt: only requests with the same salt share cached prefixes.
         detokenize: produce text as well as token ids.
@@ -284,6 +288,11 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "shown_special_ids"):
             for token_id in getattr(self, name) or ():
                 _integer(name, token_id, 0, MAX_INT)
+        if self.stop_token_ids is not None and len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS} are looked for",
+                "stop_token_ids",
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
         if self.logit_bias is not None and not isinstance(self.logit_bias, dict):

@@ -47,7 +47,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments; joined, JSON, or what the model wrote in its place."""
+    """More of a call's arguments; joined, the text of a JSON object."""
 
     index: int
     text: str
@@ -63,6 +63,8 @@ class ToolCallEnd:
 Part = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments | ToolCallEnd
 
 _State = Literal["text", "reasoning", "call", "done"]
+
+_QUOTE_OR_ESCAPED = re.compile(r'"|\\.', re.DOTALL)
 
 
 class AnswerParser:
@@ -106,6 +108,7 @@ class AnswerParser:
         self._begun_in: _State = "text"
         self._searched = 0
         self._first_end = -1  # inside a JSON text of the call, where it may be no end
+        self._quotes, self._counted = 0, 0  # those that begin or end a JSON text, up to there
         self._scanned = 0  # of the buffer outside of calls: no marker begins before
 
     def push(self, text: str) -> list[Part]:
@@ -173,6 +176,7 @@ class AnswerParser:
 
     def _begin_call(self, start: str, length: int) -> None:
         self._start, self._begun_in, self._searched, self._first_end = start, self._state, 0, -1
+        self._quotes, self._counted = 0, 0
         self._buffer = self._buffer[length:]
         self._state = "call"
 
@@ -214,10 +218,18 @@ class AnswerParser:
         assert self._calls is not None
         end = self._calls.end
         at = self._buffer.find(end, self._searched) if end else -1
-        while at >= 0 and self._calls.layout is not None and _is_in_text(self._buffer[:at]):
+        while at >= 0 and self._calls.layout is not None and self._is_in_text(at):
             self._first_end = at if self._first_end < 0 else self._first_end
             at = self._buffer.find(end, at + len(end))
         return at
+
+    def _is_in_text(self, at: int) -> bool:
+        """Whether this place of the call is inside a text of its JSON; asked for from left to right."""
+        for found in _QUOTE_OR_ESCAPED.finditer(self._buffer, self._counted, at):
+            self._quotes += found[0] == '"'
+            self._counted = found.end()
+        self._counted = max(self._counted, at - 1)  # what is there may be the beginning of an escape
+        return self._quotes % 2 == 1
 
     def _say(self, parts: list[Part], text: str) -> None:
         if self._trims:
@@ -235,11 +247,6 @@ class AnswerParser:
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     # Of markers that begin alike the longest is meant.
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
-
-
-def _is_in_text(json: str) -> bool:
-    """Whether a JSON value that goes on after this is inside one of its texts."""
-    return re.sub(r"\\.", "", json, flags=re.DOTALL).count('"') % 2 == 1
 
 
 def _joined(parts: list[Part]) -> list[Part]:

@@ -5,6 +5,7 @@ be part of a stop string. What is held back for either reason comes out of :meth
 """
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from mlx_paged_attention.errors import InvalidRequestError
@@ -57,7 +58,7 @@ class Detokenizer:
             raise InvalidRequestError("a stop string must not be empty", "stop")
         self.stopped: str | None = None
         self._decode = decode
-        self._stop = tuple(stop)
+        self._stop = _StopStrings(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._silent_ids = silent_ids
@@ -66,10 +67,8 @@ class Detokenizer:
         self._context: list[int] = []
         self._pending: list[int] = []
         self._shown = ""
-        # Decoded text that may be the beginning of a stop string; no stop string ends within its first
-        # `_exempt` characters (they belong to the first min_tokens tokens).
+        # Decoded text that may be the beginning of a stop string; none ends in it, or it was too early.
         self._held = ""
-        self._exempt = 0
 
     def push(self, token_id: int) -> str:
         """Add the next token id; returns the text that may be shown now, often ``""``.
@@ -153,38 +152,50 @@ class Detokenizer:
 
     def _release(self, text: str, may_stop: bool) -> str:
         """Put new text behind the held text; returns what of both can no longer be part of a stop string."""
-        if not self._stop:
+        if self._stop is None or not text:
             return text
-        if not text:
-            return ""
+        decided = len(self._held)
         text = self._held + text
-        if may_stop:
-            match = self._first_match(text)
-            if match is not None:
-                start, self.stopped = match
-                self._held = ""
-                return text[: start + len(self.stopped)] if self._include_stop else text[:start]
-        else:
-            self._exempt = len(text)
-        keep = self._stop_prefix_start(text)
+        match = self._stop.first(text, decided) if may_stop else None
+        if match is not None:
+            start, self.stopped = match
+            self._held = ""
+            return text[: start + len(self.stopped)] if self._include_stop else text[:start]
+        keep = self._stop.beginning(text)
         self._held = text[keep:]
-        self._exempt = max(0, self._exempt - keep)
         return text[:keep]
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        """Start and string of the stop string that ends first, beyond the exempt characters."""
-        best: tuple[int, str] | None = None
-        for stop in self._stop:
-            start = text.find(stop, max(0, self._exempt - len(stop) + 1))
-            if start >= 0 and (best is None or start + len(stop) < best[0] + len(best[1])):
-                best = start, stop
-        return best
 
-    def _stop_prefix_start(self, text: str) -> int:
-        """Where the longest suffix of ``text`` begins that is a proper prefix of a stop string."""
-        longest = max(len(stop) for stop in self._stop) - 1
-        for start in range(max(0, len(text) - longest), len(text)):
-            suffix = text[start:]
-            if any(len(stop) > len(suffix) and stop.startswith(suffix) for stop in self._stop):
+class _StopStrings:
+    """Finds stop strings in a time that hardly depends on how many there are: a client may send many."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._places = {text: place for place, text in reversed(list(enumerate(stop)))}
+        self._sorted = sorted(self._places)
+        self._lengths = sorted({len(text) for text in stop})
+
+    def first(self, text: str, decided: int) -> tuple[int, str] | None:
+        """Start and string of the one that ends first behind ``decided`` characters.
+
+        Of several that end there it is the one that stands first in the list.
+        """
+        for end in range(decided + 1, len(text) + 1):
+            found = [
+                (place, end - length)
+                for length in self._lengths
+                if length <= end and (place := self._places.get(text[end - length : end])) is not None
+            ]
+            if found:
+                _, start = min(found)
+                return start, text[start:end]
+        return None
+
+    def beginning(self, text: str) -> int:
+        """Where the longest end of ``text`` begins that one of them goes on from; its length if none does."""
+        for start in range(max(0, len(text) - self._lengths[-1] + 1), len(text)):
+            begun = text[start:]
+            at = bisect_left(self._sorted, begun)
+            at += at < len(self._sorted) and self._sorted[at] == begun
+            if at < len(self._sorted) and self._sorted[at].startswith(begun):
                 return start
         return len(text)

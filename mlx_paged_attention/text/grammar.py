@@ -96,6 +96,7 @@ class Grammars:
         added = backend.get_added_tokens_decoder()
         self._checker = GrammarChecker({i: token.content for i, token in added.items()}, LIMITS)
         self._lock = threading.Lock()
+        self._preparing = threading.Lock()  # of its own: it is held for seconds, and event loops ask is_known
         self._tokenizer: LLTokenizer | str | None = None
         # By source: what is copied for each answer, or why there is none.
         self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()
@@ -156,7 +157,7 @@ class Grammars:
         return LLMatcher(self._prepared(), source, log_level=0, limits=LLParserLimits(**LIMITS))
 
     def _prepared(self) -> LLTokenizer:
-        with self._lock:
+        with self._preparing:
             if self._tokenizer is None:
                 self._tokenizer = self._prepare()
             if isinstance(self._tokenizer, str):

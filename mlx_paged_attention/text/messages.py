@@ -51,6 +51,12 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def continued_text(messages: Any) -> str:
+    """The text of the last message, which an answer goes on with; raises as :func:`normalize_messages`."""
+    text: str = normalize_messages(messages)[-1]["content"]
+    return text
+
+
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of plain data (or of a normalised message) with ``change`` applied to every string, keys too."""
     if isinstance(value, str):

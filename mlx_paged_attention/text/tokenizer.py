@@ -149,6 +149,25 @@ class Tokenizer:
                 return bytes(BYTE_OF_SYMBOL[symbol] for symbol in piece)
         return text.encode()
 
+    @cached_property
+    def fragments(self) -> dict[int, bytes]:
+        """Bytes of the tokens that are only parts of characters, by id; found once, in half a second."""
+        return {
+            token_id: self.token_bytes(token_id)
+            for piece, token_id in self._backend.get_vocab(with_added_tokens=False).items()
+            if self._may_be_fragment(piece) and REPLACEMENT in self.token_text(token_id)
+        }
+
+    def _may_be_fragment(self, piece: str) -> bool:
+        """Whether a closer look is worth its while: it is at few pieces only."""
+        if self._byte_fallback or piece.isascii():
+            return piece.startswith("<0x")
+        try:
+            bytes(BYTE_OF_SYMBOL[symbol] for symbol in piece).decode()
+        except (KeyError, UnicodeDecodeError) as error:
+            return isinstance(error, UnicodeDecodeError)
+        return False
+
     def piece(self, token_id: int) -> str:
         """The vocabulary's own entry, a space in it perhaps written as another character; ``""`` if none."""
         return self._backend.id_to_token(token_id) or ""

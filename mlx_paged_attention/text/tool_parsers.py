@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ class Call:
     """A call as the model wrote it.
 
     Attributes:
-        arguments: JSON, or the model's own text where that is none.
+        arguments: the text of a JSON object.
         call_id: the model's, if its format has ids.
     """
 
@@ -51,15 +52,45 @@ def _call(parsed: Any) -> Call:
 
 def _arguments(value: Any) -> str:
     if isinstance(value, str):
-        return value
+        value = _object_in(value)
     if value is not None and not isinstance(value, dict):
         raise ValueError("arguments must be an object")
-    text = json.dumps(value or {}, ensure_ascii=False, allow_nan=False)
+    value = _within_range(value or {})
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, spelled as an escape
         text = json.dumps(value, allow_nan=False)
     return text
+
+
+def _object_in(text: str) -> dict[str, Any]:
+    """Arguments that a model has written as a JSON text in JSON; what is no object is put into one.
+
+    So what tools are called with, and what clients send back in the next turn, is an object always.
+    """
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _within_range(value: Any) -> Any:
+    """The same with numbers such as 1e999, which is JSON, as the nearest that clients can read."""
+    if isinstance(value, dict):
+        return {key: _within_range(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_within_range(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return math.copysign(sys.float_info.max, value)
+    return value
 
 
 def parser_of_mlx_lm(name: str) -> Any:

@@ -93,6 +93,16 @@ def test_beam_search_answers_over_http_as_in_process(llm: AsyncLLM, url: Url) ->
     assert idle(llm)
 
 
+def test_usage_counts_the_answers_that_are_returned(url: Url) -> None:
+    """As vLLM's: ``best_of`` answers are computed, and the tokens of ``n`` counted."""
+    body = {"prompt": varied(20, 13), "max_tokens": 8, "ignore_eos": True, "seed": 1}
+    for n, best_of in ((1, 1), (2, 4), (1, 3)):
+        asked = {**body, "n": n, "best_of": best_of}
+        usage = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (20, 8 * n)
+        assert usage["total_tokens"] == 20 + 8 * n
+
+
 def test_several_prompts_and_n_come_back_in_order(url: Url) -> None:
     answer = complete(url, [varied(5, 1), varied(9, 2)], n=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

@@ -1,6 +1,7 @@
 """vLLM's fields beside OpenAI's: token ids, control tokens, and those that are refused by name."""
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -9,6 +10,8 @@ from fake_llm import FakeLLM
 from scripted_llm import ScriptedLLM
 
 from mlx_paged_attention.api.server.app import create_app
+from mlx_paged_attention.engine.outputs import RequestOutput
+from mlx_paged_attention.errors import InvalidRequestError
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"prompt": "hi"}
@@ -136,3 +139,18 @@ async def test_what_is_not_supported_is_refused_by_name(
 )
 async def test_values_that_ask_for_nothing_pass(field: str, value: Any) -> None:
     assert (await post(FakeLLM(), HI, **{field: value})).status_code == 200
+
+
+class ModelWithoutReasoning(FakeLLM):
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        raise InvalidRequestError("thinking_token_budget: no reasoning here", "thinking_token_budget")
+        yield
+
+
+@pytest.mark.parametrize("body", [HI, PROMPT, {**HI, "stream": True}])
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
+async def test_an_engine_that_refuses_a_thinking_budget_calls_it_what_the_client_does(
+    body: dict[str, Any], name: str
+) -> None:
+    error = (await post(ModelWithoutReasoning(), body, **{name: 5})).json()["error"]
+    assert (error["param"], error["message"]) == (name, f"{name}: no reasoning here")

@@ -31,6 +31,7 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 
 TOOLS = [tool("go"), tool("look")]
 NAMED = {"type": "function", "function": {"name": "look"}}
+ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,9 @@ async def test_a_form_of_the_text_does_not_hinder_forced_calls(
     assert not choice["message"]["content"]
 
 
-@pytest.mark.parametrize(("tool_choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+@pytest.mark.parametrize(
+    ("tool_choice", "reason"), [("required", "tool_calls"), (NAMED, "stop"), (ALLOWED, "tool_calls")]
+)
 async def test_a_forced_answer_is_one_valid_call_or_several(
     client: httpx.AsyncClient, tool_choice: Any, reason: str
 ) -> None:

@@ -62,7 +62,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'web_search_20250305'.*input_schema"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'.*input_schema"),
     ({"tools": [TOOL | {"defer_loading": True}]}, "tools.0.defer_loading"),
-    ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools.0.input_examples is not a known field"),
+    ({"tools": [TOOL | {"output_schema": [{}]}]}, "tools.0.output_schema is not a known field"),
     ({"tools": [TOOL, TOOL]}, "'f' is there twice"),
     ({"tool_choice": {"type": "auto"}}, "tool_choice is only allowed with tools"),
     ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice has a name if"),

@@ -138,3 +138,19 @@ async def test_control_tokens_of_the_default_model() -> None:
         assert "<|im_start|>" in info["chat_template"]
         strings = await post(client, "/tokenize", prompt="The capital", return_token_strs=True)
         assert (strings["tokens"], strings["token_strs"]) == ([504, 3575], ["The", "Ġcapital"])
+
+
+async def test_a_completion_is_rendered_as_it_would_be_computed(
+    client: httpx.AsyncClient, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + list(text.encode())
+
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    for extra, ids in (({}, [1, 104, 105]), ({"add_special_tokens": False}, [104, 105])):
+        (rendered,) = await post(client, COMPLETION_RENDER, prompt="hi", **extra)
+        assert (rendered["prompt"], rendered["token_ids"]) == ("hi", ids)
+    asked = {"prompt": "hi", "echo": True, "logprobs": 2, "max_tokens": 0}
+    (rendered,) = await post(client, COMPLETION_RENDER, **asked)
+    params = rendered["sampling_params"]
+    assert (params["max_tokens"], params["logprobs"], params["prompt_logprobs"]) == (1, 2, 2)

@@ -176,12 +176,23 @@ async def test_a_template_may_open_the_reasoning(monkeypatch: pytest.MonkeyPatch
     assert as_joined(await whole(llm))["reasoning"] == "Hm."
 
 
-async def test_the_tools_reach_the_template_unless_none_may_be_called() -> None:
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_the_tools_reach_the_template_unless_they_may_not_be_called() -> None:
     llm = ScriptedLLM([call("f", "{}")])
-    for choice, prompt in (("auto", "<user>hi<assistant>[tools=f,g]"), ("none", "<user>hi<assistant>")):
+    for choice, prompt in (
+        ("auto", "<user>hi<assistant>[tools=f,g]"),
+        (allowed("auto", "g", "f"), "<user>hi<assistant>[tools=f,g]"),
+        ("none", "<user>hi<assistant>"),
+        (allowed("auto", "g"), "<user>hi<assistant>[tools=g]"),
+    ):
         answer = await whole(llm, tool_choice=choice)
         assert bytes(llm.prompts[-1]).decode() == prompt
-        assert bool(answer.choices[0].message.tool_calls) == (choice == "auto")
+        assert bool(answer.choices[0].message.tool_calls) == ("tools=f" in prompt)
+        assert answer.choices[0].finish_reason == ("tool_calls" if "tools=f" in prompt else "stop")
     assert answer.choices[0].message.content == call("f", "{}")
 
 
@@ -189,6 +200,14 @@ async def test_at_most_one_call_without_parallel_calls() -> None:
     answer = await whole(ScriptedLLM(list(ANSWER)), parallel_tool_calls=False)
     assert [c.function.name for c in answer.choices[0].message.tool_calls or []] == ["f"]
     assert joined(await stream(ScriptedLLM(list(ANSWER)), parallel_tool_calls=False)) == as_joined(answer)
+
+
+@pytest.mark.parametrize(("parallel", "reason"), [(True, "length"), (False, "tool_calls")])
+async def test_an_answer_of_one_call_is_not_cut_by_what_would_follow(parallel: bool, reason: str) -> None:
+    llm = ScriptedLLM([call("f", "{}"), " and the"], finish_reason="length")
+    answer = await whole(llm, parallel_tool_calls=parallel)
+    assert answer.choices[0].finish_reason == reason
+    assert joined(await stream(llm, parallel_tool_calls=parallel)) == as_joined(answer)
 
 
 async def test_an_answer_can_be_sent_back() -> None:
@@ -235,7 +254,10 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
                 "'z', which is not",
             ),
             ({"tool_choice": "sometimes"}, "tool_choice", "must be"),
-            ({"tool_choice": {"type": "function", "function": {"name": [1]}}}, "tool_choice", "which is not"),
+            ({"tool_choice": {"type": "function", "function": {"name": [1]}}}, "tool_choice", "must be"),
+            ({"tool_choice": allowed("auto", "f", "z")}, "tool_choice", "'z', which is not"),
+            ({"tool_choice": allowed("sometimes", "f")}, "tool_choice", "must be"),
+            ({"tool_choice": allowed("required")}, "tool_choice", "must be"),
             ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be"),
             ({"tool_choice": "auto", "tools": []}, "tool_choice", "only allowed with tools"),
             ({"tools": [tool("f"), tool("f")]}, "tools", "twice"),
@@ -244,7 +266,11 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
             ({"tools": [tool("f", parameters=[])]}, "tools", "parameters must be a JSON schema object"),
             ({"tools": [tool("f", description=1)]}, "tools", "description must be a string"),
             ({"tools": [tool("f", strict=1)]}, "tools", "strict must be true or false"),
-            ({"extra_body": {"thinking_budget": -1}}, "thinking_token_budget", "at least 0"),
+            (
+                {"extra_body": {"thinking_budget": -1}},
+                "thinking_budget",
+                "thinking_budget must be .* at least 0",
+            ),
             (
                 {"extra_body": {"thinking_budget": 5, "max_reasoning_tokens": 5}},
                 "max_reasoning_tokens",
@@ -252,7 +278,7 @@ BAD: list[tuple[FakeLLM, dict[str, Any], str, str]] = [
             ),
             (
                 {"extra_body": {"thinking_budget": 5, "continue_final_message": True}},
-                "thinking_token_budget",
+                "thinking_budget",
                 "continue_final_message",
             ),
             ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs", "tools"),

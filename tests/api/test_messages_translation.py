@@ -153,6 +153,12 @@ def test_tools_are_functions() -> None:
     ]
 
 
+def test_examples_of_a_tools_input_are_shown_in_its_schema() -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}]}
+    (shown,) = chat(tools=[tool]).tools or []
+    assert shown["function"]["parameters"] == {"type": "object", "examples": [{"a": 1}]}
+
+
 @pytest.mark.parametrize(
     ("choice", "expected", "parallel"),
     [
@@ -183,6 +189,13 @@ def test_thinking_is_switched_as_the_template_does_it(thinking: Any, switch: boo
     assert chat(other, thinking=thinking).chat_template_kwargs == {"thinking": switch}
 
 
+def test_a_model_without_a_switch_may_not_think_unless_its_answer_has_begun() -> None:
+    begun = [*HI, {"role": "assistant", "content": "The best answer is ("}]
+    plain, off = ByteTokenizer(HERMES), {"type": "disabled"}
+    assert chat(plain, thinking=off).thinking_token_budget == 0
+    assert chat(plain, thinking=off, messages=begun).thinking_token_budget is None
+
+
 @pytest.mark.parametrize(
     "thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}, None]
 )
@@ -202,6 +215,7 @@ def test_effort_is_for_templates_that_know_it() -> None:
 def test_fields_that_change_no_answer_may_come_along() -> None:
     extra = {
         "metadata": {"user_id": "x"},
+        "workspace_id": "w",
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
         "speed": "standard",

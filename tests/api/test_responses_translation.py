@@ -35,8 +35,17 @@ def test_a_text_is_a_users_message() -> None:
         ("none", "none"),
         ("required", "required"),
         ({"type": "function", "name": "g"}, {"type": "function", "function": {"name": "g"}}),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [F, G]}, None),
-        ({"type": "allowed_tools", "mode": "required", "tools": [F, G]}, "required"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}, "none"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}, G]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "g"}}],
+                },
+            },
+        ),
     ],
 )
 def test_tools_and_their_choice(choice: Any, expected: Any) -> None:

@@ -65,6 +65,7 @@ def test_a_number_within_range_is_kept(name, value):
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["1"]),
         ("stop_token_ids", 5),
+        ("stop_token_ids", [5] * 1025),
         ("shown_special_ids", [-1]),
         ("shown_special_ids", 5),
         ("allowed_token_ids", []),

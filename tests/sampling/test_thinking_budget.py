@@ -15,9 +15,19 @@ from mlx_paged_attention.text.grammar import Grammars
 END, START, CLOSE, CALL, VOCAB = 256, 257, 258, 259, 270
 
 
+# Bytes of characters, as in byte_level, and a token that ends one and begins another.
+PARTS = {byte: bytes([byte]) for byte in range(0x80, 0x100)} | {260: b"\xac\xe2\x82"}
+
+
 def thinking(budget, *, inside=True, closing=(CLOSE,)):
-    ends = [list(closing), [CALL]]
-    return RowThinking(budget=budget, start=[START], ends=ends, closing=list(closing), inside=inside)
+    return RowThinking(
+        budget=budget,
+        start=[START],
+        ends=[list(closing), [CALL]],
+        closing=list(closing),
+        inside=inside,
+        fragments=PARTS,
+    )
 
 
 def row(output, budget=3, *, inside=True, closing=(CLOSE,), **sampling):
@@ -49,6 +59,21 @@ def row(output, budget=3, *, inside=True, closing=(CLOSE,), **sampling):
         # The model itself had begun to close.
         ([5, 6, 9], {"closing": (9, CLOSE)}, 9),
         ([5, 6, 9, 9, CLOSE], {"closing": (9, CLOSE)}, None),
+        # A character that has begun is completed.
+        ([5, 6, 0xC3], {}, None),
+        ([5, 6, 0xC3, 0xA9], {}, CLOSE),
+        ([5, 0xC3, 0xA9], {}, CLOSE),
+        ([0xF0, 0x9F, 0x91], {}, None),
+        ([0xF0, 0x9F, 0x91, 0x8D], {}, CLOSE),
+        ([0xE2, 0x82, 260], {}, None),
+        ([0xE2, 0x82, 260, 0xAC], {}, CLOSE),
+        # But not waited for if something else comes, or no end.
+        ([5, 6, 0xE2, 7], {}, CLOSE),
+        ([5, 6, 0xE2, 0x82, 7], {}, CLOSE),
+        ([5, 6, 0xC3, 0xC3, 0xC3], {}, None),
+        ([5, 6, 0xC3, 0xC3, 0xC3, 0xC3], {}, CLOSE),
+        ([5, 6, 0xAC], {}, CLOSE),
+        ([5, 6, 0xC3, CLOSE], {}, None),
     ],
 )
 def test_what_must_come_next_follows_from_the_answer_alone(output, options, expected):

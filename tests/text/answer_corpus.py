@@ -18,6 +18,8 @@ TOOLS: list[dict[str, Any]] = [
     for name in ("get_weather", "get_news")
 ]
 
+GREATEST = "1.7976931348623157e+308"  # that a double holds
+
 # What find_format looks at: a phrase of the template, and the tokens of the vocabulary.
 SOURCES: dict[str, tuple[str, set[str]]] = {
     "hermes": ('<tool_call>{"name"', {"<think>", "</think>"}),
@@ -102,9 +104,16 @@ ANSWERS: list[Case] = [
         '<tool_call>"a</tool_call> b </tool_call>\n' + hermes("get_news", '{"a": "b'),
         [("text", '<tool_call>"a</tool_call> b </tool_call>\n' + hermes("get_news", '{"a": "b'))],
     ),
-    # Arguments as text: passed on, whatever they are.
+    # Arguments as text: of an object, or put into one.
     ("hermes", hermes("get_news", '"{\\"a\\": 1}"'), [("call", "get_news", '{"a": 1}')]),
-    ("hermes", hermes("get_news", '"not JSON"'), [("call", "get_news", "not JSON")]),
+    ("hermes", hermes("get_news", '" "'), [("call", "get_news", "{}")]),
+    ("hermes", hermes("get_news", '"not JSON"'), [("call", "get_news", '{"arguments": "not JSON"}')]),
+    ("hermes", hermes("get_news", '"[1]"'), [("call", "get_news", '{"arguments": "[1]"}')]),
+    # Numbers that are JSON, but too large for clients.
+    *(
+        ("hermes", hermes("get_news", text), [("call", "get_news", f'{{"a": [{GREATEST}, -{GREATEST}]}}')])
+        for text in ('{"a": [1e999, -2E400]}', '"{\\"a\\": [1e999, -2E400]}"')
+    ),
     ("hermes", hermes("get_news", "null"), [NEWS]),
     ("hermes", hermes("get_news", '{"a": "\\ud83d"}'), [("call", "get_news", '{"a": "\\ud83d"}')]),
     # What is no call is text, as it was written.

@@ -1,6 +1,7 @@
 """Answers are read the same however they are cut into pieces, and nothing of them is lost."""
 
 import json
+import time
 
 import pytest
 from answer_corpus import ANSWERS, FORMATS, NEWS, PARIS, TOOLS, hermes
@@ -182,3 +183,16 @@ def test_a_long_call_is_read_in_linear_time():
     for _ in range(20_000):
         assert parser.push("<tool_call>" if parser._state != "call" else "abcde") == []
     assert len(parser.finish()[0].text) > 99_000
+
+
+def test_end_markers_inside_arguments_cost_what_other_text_costs():
+    """Where a quotation begins is not looked for again from the beginning at each of them."""
+    parser = AnswerParser(FORMATS["hermes"], tools=TOOLS)
+    text = "\\\\ </tool_call>" * 20_000
+    begun = time.perf_counter()
+    parser.push('<tool_call>{"name": "get_news", "arguments": {"a": "')
+    for start in range(0, len(text), 17):
+        assert parser.push(text[start : start + 17]) == []
+    _, arguments, _ = parser.push('"}}</tool_call>')
+    assert json.loads(arguments.text) == {"a": "\\ </tool_call>" * 20_000}
+    assert time.perf_counter() - begun < 3  # some 20 s when it was

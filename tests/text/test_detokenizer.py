@@ -1,6 +1,7 @@
 """Text comes out complete, once, and never beyond a stop string."""
 
 import random
+import time
 import unicodedata
 
 import pytest
@@ -267,6 +268,24 @@ def test_the_earlier_of_two_stops_wins_however_the_text_is_split():
 def test_a_stop_string_needs_no_token_alignment():
     """vllm-project/vllm#3672"""
     assert "".join(stream(["The", " capital", " of"], stop=["apit"])[0]) == "The c"
+
+
+def test_of_stops_that_begin_alike_the_whole_one_and_the_begun_one_are_told_apart():
+    assert stream(["a", "b", "c", "d"], stop=["abce", "abc", "ab c"]) == (["", "", "", "", ""], "abc")
+    assert stream(["a", "b", "x"], stop=["abce", "abc", "ab c"]) == (["", "", "abx", ""], None)
+
+
+def test_a_stop_string_that_was_too_early_may_be_the_beginning_of_another():
+    assert stream(["ab", "c"], stop=["ab", "abc"], min_tokens=1) == (["", "", ""], "abc")
+
+
+def test_many_stop_strings_cost_hardly_more_than_one():
+    """They are looked for on the thread that runs the model."""
+    stop = ["a" * (size % 40) + str(size) for size in range(100_000)]
+    begun = time.perf_counter()
+    outs, stopped = stream(["a"] * 50, stop=stop)
+    assert ("".join(outs), stopped) == ("a" * 50, None)
+    assert time.perf_counter() - begun < 2  # it took 7 s when every string was looked for
 
 
 @pytest.mark.parametrize("stop", [[""], ["a", ""]])

@@ -1,6 +1,8 @@
 """Grammars: what is compiled, what is refused, and how fast."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -187,6 +189,28 @@ def test_a_grammar_is_checked_once_and_forgotten_when_many_others_came(monkeypat
     assert grammars.new_matcher(source).consume_token(ord("a"))  # all the same
     grammars.compile(first)
     assert len(checked) == 4
+
+
+def test_whether_a_grammar_is_known_is_said_while_the_tokenizer_is_prepared(tokenizer, monkeypatch):
+    """It is asked on an event loop, and preparing a large vocabulary takes seconds."""
+    grammars, ready, begun = Grammars(tokenizer._backend, []), threading.Event(), threading.Event()
+    asked, prepare = structured_outputs({"regex": "a+"}), grammars._prepare
+
+    def slowly():
+        begun.set()
+        ready.wait(60)
+        return prepare()
+
+    monkeypatch.setattr(grammars, "_prepare", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        compiled = threads.submit(grammars.compile, asked)
+        try:
+            assert begun.wait(60)
+            assert threads.submit(grammars.is_known, asked).result(timeout=10) is False
+        finally:
+            ready.set()
+        compiled.result(timeout=60)
+    assert grammars.is_known(asked)
 
 
 def test_matchers_of_one_grammar_do_not_share_their_place(tokenizer):

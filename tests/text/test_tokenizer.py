@@ -414,3 +414,17 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
         time.sleep(0.001)
         turns += 1
     assert turns > 20
+
+
+@pytest.mark.parametrize(
+    ("backend", "parts"),
+    [
+        (
+            byte_level(b" \xe2\x82", b"\xac!", "€".encode(), special=("<é>",)),
+            {byte: bytes([byte]) for byte in range(0x80, 0x100)} | {256: b" \xe2\x82", 257: b"\xac!"},
+        ),
+        (byte_fallback(), {byte + 1: bytes([byte]) for byte in range(0x80, 0x100)}),
+    ],
+)
+def test_the_tokens_that_are_parts_of_characters_are_known(backend, parts):
+    assert Tokenizer(backend).fragments == parts

@@ -103,7 +103,7 @@ class _ChatChunks:
         if answer.finish_reason is not None:
             reason = self._conversation.finish_reason(answer)
             # A call of a function that the request named is no decision of the model's: as at OpenAI.
-            named = reason == "tool_calls" and isinstance(self._body.tool_choice, dict)
+            named = reason == "tool_calls" and self._conversation.names_the_call
             choices[-1].finish_reason = "stop" if named else reason
             choices[-1].stop_reason = answer.stop_reason
         return choices

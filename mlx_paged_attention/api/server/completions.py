@@ -25,6 +25,7 @@ from mlx_paged_attention.api.server.serving import (
 )
 from mlx_paged_attention.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 4096
 
@@ -47,16 +48,14 @@ class _CompletionChunks:
         self._serving = serving
         self._body = body
         self._echo = bool(body.echo)
-        # max_tokens 0 asks for the prompt's log-probabilities alone: one token is computed and not shown.
-        self._prompt_only = self._echo and body.max_tokens == 0
+        self._prompt_only = body.is_prompt_only
         self._header: dict[str, Any] = {
             "id": new_id("cmpl"),
             "created": int(time.time()),
             "model": serving.model_name(body.model),
         }
-        self._params = body.sampling_params(serving.defaults, **self._own_params())
-        self._prompts = prompt_list(body.prompt)
-        choices = len(self._prompts) * self._params.num_sequences
+        self._params = body.completion_params(serving.defaults)
+        choices = len(prompt_list(body.prompt)) * self._params.num_sequences
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
                 f"{choices} answers asked for in one request, {MAX_CHOICES} are allowed; send fewer prompts",
@@ -67,37 +66,20 @@ class _CompletionChunks:
         self._usage = UsageCounter()
         self._writers: dict[int, _ChoiceWriter] = {}
 
-    async def _prompts_to_run(self) -> list[str | list[int]]:
-        """The prompts; as token ids where none of those that a bare prompt begins with are wanted."""
-        tokenizer = self._serving.llm.tokenizer
-        if self._body.add_special_tokens is not False or tokenizer is None:
-            return self._prompts
-
-        def encoded(prompt: str | list[int]) -> list[int]:
-            return tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-
-        return [await asyncio.to_thread(encoded, prompt) for prompt in self._prompts]
-
-    def _own_params(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"logprobs": self._body.logprobs}
-        if self._echo and self._body.logprobs is not None:
-            own["prompt_logprobs"] = max(self._body.logprobs, self._body.prompt_logprobs or 0)
-        if self._prompt_only:
-            own["max_tokens"] = 1
-        return own
-
     async def chunks(self) -> AsyncGenerator[list[Completion], None]:
         options = self._body.stream_options
         usage_at_end = not self._body.stream or (options is not None and options.include_usage)
         continuous = options is not None and options.continuous_usage_stats
-        prompts = await self._prompts_to_run()
+        prompts = await prompts_to_run(self._body, self._serving.llm.tokenizer)
         outputs = merge([self._serving.generate(prompt, self._params) for prompt in prompts])
-        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
-            async for prompt_index, output in outputs:
-                self._usage.add(prompt_index, output, completion=not self._prompt_only)
-                usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
-                choices = [self._choice(prompt_index, output, answer) for answer in output.outputs]
-                yield [Completion(**self._header, choices=[choice], usage=usage) for choice in choices]
+        # A client that leaves frees its blocks now, not when this is collected.
+        with self._body.own_names():
+            async with aclosing(outputs):
+                async for prompt_index, output in outputs:
+                    self._usage.add(prompt_index, output, completion=not self._prompt_only)
+                    usage = self._usage.usage() if continuous else None if usage_at_end else UNSET
+                    choices = [self._choice(prompt_index, output, answer) for answer in output.outputs]
+                    yield [Completion(**self._header, choices=[choice], usage=usage) for choice in choices]
         if usage_at_end:
             yield [Completion(**self._header, choices=[], usage=self._usage.usage())]
 
@@ -221,3 +203,15 @@ def prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[s
     if isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
+
+
+async def prompts_to_run(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[str | list[int]]:
+    """The prompts; as token ids where none of those that a bare prompt begins with are wanted."""
+    prompts = prompt_list(body.prompt)
+    if body.add_special_tokens is not False or tokenizer is None:
+        return prompts
+
+    def encoded(prompt: str | list[int]) -> list[int]:
+        return tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+
+    return [await asyncio.to_thread(encoded, prompt) for prompt in prompts]

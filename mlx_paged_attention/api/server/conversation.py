@@ -18,7 +18,7 @@ from mlx_paged_attention.engine.outputs import CompletionOutput, RequestOutput
 from mlx_paged_attention.errors import InvalidRequestError
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.text.answer import Part
-from mlx_paged_attention.text.messages import normalize_messages
+from mlx_paged_attention.text.messages import continued_text
 from mlx_paged_attention.text.tokenizer import Tokenizer
 
 
@@ -36,6 +36,9 @@ AnswerParts = list[tuple[CompletionOutput, list[Part]]]
 class Conversation:
     """Answers one chat request.
 
+    Attributes:
+        names_the_call: the request says which function is called.
+
     Raises:
         InvalidRequestError: the request asks for what this model or engine cannot do.
         EngineDeadError: nothing can be served.
@@ -44,7 +47,7 @@ class Conversation:
     def __init__(self, serving: Serving, body: ChatRequest) -> None:
         serving.require_engine()
         self._serving = serving
-        self._messages = body.messages
+        self._body = body
         tokenizer = serving.llm.tokenizer
         if tokenizer is None:
             raise InvalidRequestError(
@@ -52,20 +55,21 @@ class Conversation:
             )
         self._tokenizer = tokenizer
         choice = tool_choice_of(body.tools, body.tool_choice, tokenizer)
+        self.names_the_call = choice.is_named
         self._template_kwargs = _template_kwargs(body, choice.offered, tokenizer)
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
             own["max_tokens"] = body.max_completion_tokens
         # Without a limit of the client's or the model's, an answer may fill the context.
         params = body.sampling_params({"max_tokens": None} | serving.defaults, **own)
-        continues = body.continue_final_message
-        self._turn = Turn(
-            tokenizer,
-            choice,
-            params,
-            parallel=body.parallel_tool_calls is not False,
-            continued=normalize_messages(body.messages)[-1]["content"] if continues else None,
-        )
+        with body.own_names():
+            self._turn = Turn(
+                tokenizer,
+                choice,
+                params,
+                parallel=body.parallel_tool_calls is not False,
+                continued=continued_text(body.messages) if body.continue_final_message else None,
+            )
         self._usage = UsageCounter()
 
     @property
@@ -80,12 +84,14 @@ class Conversation:
             InvalidRequestError: the messages are malformed, or the template refuses them.
         """
         return await asyncio.to_thread(
-            self._tokenizer.chat_token_ids, self._messages, **self._template_kwargs
+            self._tokenizer.chat_token_ids, self._body.messages, **self._template_kwargs
         )
 
     async def rendered(self) -> Rendered:
         """The prompt and the parameters, without answering; raises as :meth:`prompt_token_ids`."""
-        text = await asyncio.to_thread(self._tokenizer.render_chat, self._messages, **self._template_kwargs)
+        text = await asyncio.to_thread(
+            self._tokenizer.render_chat, self._body.messages, **self._template_kwargs
+        )
         prompt = await self.prompt_token_ids()
         return Rendered(text, prompt, self._turn.params(prompt))
 
@@ -93,10 +99,15 @@ class Conversation:
         """Each output, with the parts that are new in every answer that it tells of."""
         prompt = await self.prompt_token_ids()
         outputs = self._serving.generate(prompt, self._turn.params(prompt))
-        async with aclosing(outputs):  # a client that leaves frees its blocks now, not when this is collected
-            async for output in outputs:
-                self._usage.add(0, output)
-                yield output, [(answer, self._turn.answers.read(output, answer)) for answer in output.outputs]
+        # A client that leaves frees its blocks now, not when this is collected.
+        with self._body.own_names():
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._usage.add(0, output)
+                    yield (
+                        output,
+                        [(answer, self._turn.answers.read(output, answer)) for answer in output.outputs],
+                    )
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """Why an answer ended, in the words of OpenAI's API."""

@@ -6,6 +6,8 @@ that say nothing about the answer (``NO_EFFECT``) are accepted and have no effec
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
@@ -205,7 +207,20 @@ class GenerationRequest(BaseModel):
         if self.use_beam_search:  # what the model's makers advise is for drawing tokens
             defaults = {name: value for name, value in defaults.items() if name not in UNUSED_BY_BEAMS}
             defaults["temperature"] = 0.0
-        return SamplingParams(**(defaults | given | own))
+        with self.own_names():
+            return SamplingParams(**(defaults | given | own))
+
+    @contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Errors about the thinking budget call it what this request calls it."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            sent = next((name for name in _BUDGETS if getattr(self, name) is not None), None)
+            if error.param == _BUDGETS[0] and sent is not None:
+                error.args = (str(error).replace(error.param, sent),)
+                error.param = sent
+            raise
 
 
 # vLLM's name, and two that others use.
@@ -224,6 +239,20 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """It asks for the prompt's log-probabilities alone: one token is computed and not shown."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def completion_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """As :meth:`sampling_params`, with what ``echo`` and ``logprobs`` mean."""
+        own: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.is_prompt_only:
+            own["max_tokens"] = 1
+        return self.sampling_params(defaults, **own)
 
 
 class ChatRequest(GenerationRequest):

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mlx_paged_attention.api.server.chunks import RenderedRequest, encode
-from mlx_paged_attention.api.server.completions import prompt_list
+from mlx_paged_attention.api.server.completions import prompt_list, prompts_to_run
 from mlx_paged_attention.api.server.conversation import Conversation
 from mlx_paged_attention.api.server.protocol import ChatRequest, CompletionRequest
 from mlx_paged_attention.api.server.serving import Serving, new_id, with_owner
@@ -43,16 +43,17 @@ async def render_completion(body: CompletionRequest, request: Request) -> Respon
     serving: Serving = request.app.state.serving
     serving.require_engine()
     model = serving.model_name(body.model)
-    params = with_owner(body, request).sampling_params(serving.defaults, logprobs=body.logprobs)
+    params = with_owner(body, request).completion_params(serving.defaults)
     answers = []
-    for prompt in prompt_list(body.prompt):
-        text, token_ids = await asyncio.to_thread(tokenize, prompt, serving.llm.tokenizer)
+    tokenizer = serving.llm.tokenizer
+    for given, prompt in zip(prompt_list(body.prompt), await prompts_to_run(body, tokenizer), strict=True):
+        _, token_ids = await asyncio.to_thread(tokenize, prompt, tokenizer)
         check_token_ids(token_ids, params, serving.llm.info.vocab_size)
         answers.append(
             RenderedRequest(
                 request_id=new_id("cmpl"),
                 model=model,
-                prompt=text,
+                prompt=given if isinstance(given, str) else None,
                 token_ids=token_ids,
                 sampling_params=msgspec.to_builtins(params),
                 stream=bool(body.stream),

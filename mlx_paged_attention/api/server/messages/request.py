@@ -17,6 +17,9 @@ from mlx_paged_attention.errors import InvalidRequestError
 NO_EFFECT = frozenset(
     {
         "metadata",  # who is asking
+        "user_profile_id",
+        "workspace_id",
+        "billing_policy",
         "service_tier",  # price and queue, not the answer
         "cache_control",  # every prefix is cached, marked or not
         "diagnostics",  # asks for a report on the cache, which a server need not have
@@ -136,6 +139,7 @@ class Tool(_Model):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    input_examples: list[dict[str, Any]] | None = None
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # in which pieces the input comes, not what it says
     defer_loading: Literal[False] | None = None

@@ -73,7 +73,9 @@ def chat_request(body: CountTokensRequest, tokenizer: "Tokenizer | None") -> Cha
         **_tool_choice(body.tool_choice),
     }
     if tokenizer is not None:
-        fields |= _thinking(body.thinking, tokenizer) | _output(body.output_config, tokenizer)
+        continues = body.messages[-1].role == "assistant"
+        fields |= _thinking(body.thinking, tokenizer, continues=continues)
+        fields |= _output(body.output_config, tokenizer)
     if isinstance(body, MessagesRequest):
         fields |= {
             "max_tokens": body.max_tokens,
@@ -224,7 +226,8 @@ def _misplaced(block: Block, role: str) -> NoReturn:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    examples = {"examples": tool.input_examples} if tool.input_examples else {}
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema | examples}
     if tool.description is not None:
         function["description"] = tool.description
     if tool.strict:
@@ -243,14 +246,14 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
     }
 
 
-def _thinking(thinking: Thinking | None, tokenizer: "Tokenizer") -> dict[str, Any]:
+def _thinking(thinking: Thinking | None, tokenizer: "Tokenizer", *, continues: bool) -> dict[str, Any]:
     """How the model is told to think; nothing for one that does not: it keeps any budget."""
     if thinking is None or tokenizer.answer_format.reasoning is None:
         return {}
     switch = next((name for name in _THINKING_SWITCHES if tokenizer.template_reads(name)), None)
     thinks = thinking.type != "disabled"
-    # A model that has no switch thinks unless it may not.
-    budget = thinking.budget_tokens if thinks else 0 if switch is None else None
+    # A model that has no switch thinks unless it may not, or its answer has begun.
+    budget = thinking.budget_tokens if thinks else 0 if switch is None and not continues else None
     return {
         "chat_template_kwargs": None if switch is None else {switch: thinks},
         "thinking_token_budget": budget,

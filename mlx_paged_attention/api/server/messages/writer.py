@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 
-from mlx_paged_attention.api.server.chunks import Usage, encode
+from mlx_paged_attention.api.server.chunks import Usage
 from mlx_paged_attention.api.server.messages import events
 from mlx_paged_attention.api.server.messages.translation import sign
 from mlx_paged_attention.text.answer import (
@@ -38,7 +37,6 @@ class ContentWriter:
         self._index = -1
         self._open: events.Content | None = None
         self._thinking: list[str] = []
-        self._arguments: list[str] = []
 
     def write(self, part: Part) -> list[events.Event]:
         match part:
@@ -50,14 +48,11 @@ class ContentWriter:
                 shown = [] if self._hides_thinking else [self._delta(events.ThinkingDelta(text))]
                 return [*entering, *shown]
             case ToolCallBegin(_, call_id, name):
-                self._arguments = []
                 return self._enter(events.ToolUseContent(call_id, name, {}))
             case ToolCallArguments(_, text):
-                self._arguments.append(text)  # until they are complete: what a model writes may be no object
-                return []
+                return [self._delta(events.InputJsonDelta(text))]
             case ToolCallEnd():
-                json = _object("".join(self._arguments))
-                return [self._delta(events.InputJsonDelta(json)), *self.close()]
+                return self.close()
 
     def close(self) -> list[events.Event]:
         """End the block that is open."""
@@ -81,13 +76,3 @@ class ContentWriter:
 
     def _delta(self, delta: Any) -> events.ContentBlockDelta:
         return events.ContentBlockDelta(self._index, delta)
-
-
-def _object(arguments: str) -> str:
-    """The JSON of a tool's input, which is an object: what else a model has written is put into one."""
-    try:
-        if isinstance(msgspec.json.decode(arguments), dict):
-            return arguments
-    except (msgspec.DecodeError, UnicodeError):
-        pass
-    return encode({"arguments": arguments}).decode()

@@ -53,18 +53,13 @@ class Translation:
         self.tools = [tool for tool in given if tool.get("type") == "function"]
         if dropped := sorted({str(tool.get("type")) for tool in given} - {"function"}):
             logger.info("not offered to the model: tools of the types %.200s", dropped)
-        names = {str(tool.get("name")) for tool in self.tools}
-        allowed, choice = _tool_choice(body.tool_choice, names)
-        self._offered = [  # their places among those that were given
-            index
-            for index, tool in enumerate(given)
-            if tool.get("type") == "function" and str(tool.get("name")) in allowed
-        ]
+        # Their places among those that were given.
+        self._places = [index for index, tool in enumerate(given) if tool.get("type") == "function"]
         fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
         fields["messages"] = _messages(body.instructions, to_messages(history, items))
-        if self._offered:
-            fields["tools"] = [_function(given[index]) for index in self._offered]
-        if choice != "auto":
+        if self.tools:
+            fields["tools"] = [_function(tool) for tool in self.tools]
+        if (choice := _tool_choice(body.tool_choice)) != "auto":
             fields["tool_choice"] = choice
         if body.max_output_tokens is not None:
             fields["max_completion_tokens"] = body.max_output_tokens
@@ -90,7 +85,7 @@ class Translation:
         return error
 
     def _tool(self, found: re.Match[str]) -> str:
-        return f"tools[{self._offered[int(found[1])]}]"
+        return f"tools[{self._places[int(found[1])]}]"
 
 
 def _messages(instructions: str | None, messages: list[Message]) -> list[Message]:
@@ -110,27 +105,29 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: tool[key] for key in _FUNCTION_KEYS if key in tool}}
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, names: set[str]) -> tuple[set[str], Any]:
-    """The names of the functions that may be called, and the choice among those."""
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    """The same with names one level further down; of allowed tools those that are functions."""
     if choice in (None, "auto", "none", "required"):
-        return names, choice or "auto"
+        return choice or "auto"
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(choice, dict) and kind == "function":
-        return names, {"type": "function", "function": {"name": choice.get("name")}}
+        return _named(choice)
     if isinstance(choice, dict) and kind == "allowed_tools" and choice.get("mode") in ("auto", "required"):
         tools = choice.get("tools")
         if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-            allowed = {str(tool.get("name")) for tool in tools if tool.get("type") == "function"}
-            if missing := allowed - names:
-                raise InvalidRequestError(
-                    f"tool_choice names {min(missing)!r}, which is not in tools", "tool_choice"
-                )
-            return allowed, choice["mode"]
+            allowed = [_named(tool) for tool in tools if tool.get("type") == "function"]
+            if not allowed and choice["mode"] == "auto":
+                return "none"
+            return {"type": kind, kind: {"mode": choice["mode"], "tools": allowed}}
     raise InvalidRequestError(
         "tool_choice must be 'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
         "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}, of functions",
         "tool_choice",
     )
+
+
+def _named(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": str(function.get("name"))}}
 
 
 def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
