@@ -103,6 +103,8 @@ def _errors(preprocessed: str, expression: str) -> list[str]:
         "-fno-color-diagnostics",
     ]
     result = run([*arguments, "-"], source)
+    # Else it would be remembered as a fault of the kernel.
+    assert "file not found" not in result.stderr, result.stderr
     errors += [line for line in result.stderr.splitlines() if re.search(r"\berror:", line)]
     errors += _pointers_without_address_space(result.stdout)
     return list(dict.fromkeys(_OPENCL.sub(lambda word: _METAL_OF[word[0]], error) for error in errors))

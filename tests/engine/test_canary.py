@@ -41,7 +41,7 @@ def small_engine(model: str, **options: Any) -> AsyncLLM:
         **{
             "skip_tokenizer_init": True,
             "block_size": 4,
-            "num_blocks": 70,
+            "num_blocks": 60,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 40,
             **options,

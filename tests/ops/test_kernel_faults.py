@@ -155,7 +155,7 @@ def error():
 
 def latent_error():
     """The same of latent attention."""
-    case = LatentCase.random(0, mx.float16, 4, LATENT_DIMS, [70, 20], size=SIZE)
+    case = LatentCase.random(0, mx.float16, 12, LATENT_DIMS, [70, 20], size=SIZE)
     expected, _ = case.expected()
     for name in ("latents", "ropes"):
         near = np.array(getattr(case, name))
