@@ -33,6 +33,10 @@ class RequestFailedError(MlxPagedError, RuntimeError):
     """The step that computed this request raised; the message names the cause. Others go on."""
 
 
+class FormFailedError(RequestFailedError):
+    """The form that an answer was to have could not be followed to its end. Others go on."""
+
+
 class PoolMemoryError(MlxPagedError, MemoryError):
     """The KV pool could not grow: there is no memory for it now. It keeps the size it has."""
 

@@ -20,7 +20,7 @@ from mlx_paged_attention.engine.request_builder import RequestBuilder
 from mlx_paged_attention.engine.runner_interface import LaunchedStep, Runner
 from mlx_paged_attention.engine.sequence import Sequence
 from mlx_paged_attention.engine.stats import gather_stats
-from mlx_paged_attention.errors import EngineBusyError, PoolMemoryError, RequestFailedError
+from mlx_paged_attention.errors import EngineBusyError, FormFailedError, PoolMemoryError, RequestFailedError
 from mlx_paged_attention.sampling.params import SamplingParams
 from mlx_paged_attention.scheduler.request import Request
 from mlx_paged_attention.scheduler.scheduler import Scheduler
@@ -251,12 +251,15 @@ class Engine:
         rows = {row.request_id: row for row in output.rows}
         touched: dict[str, RequestGroup] = {}
         failed: dict[str, tuple[str, Exception | None]] = {}
+        by_form: set[str] = set()
         for request, token_ids in self._scheduler.update(plan, output):
             group, sequence = self._live.of(request.request_id)
             row = rows[request.request_id]
             touched[group.request_id] = group
             if row.failure is not None and request.is_finished:
                 failed[group.request_id] = row.failure, None
+                if row.by_form:
+                    by_form.add(group.request_id)
                 continue
             if isinstance(group, BeamGroup):
                 group.offer(request, row)
@@ -266,7 +269,8 @@ class Engine:
             except Exception as error:  # of one answer's text: no other need know
                 failed[group.request_id] = f"its output raised {type(error).__name__}: {error}", error
         for request_id, (reason, cause) in failed.items():
-            self._drop(touched.pop(request_id), reason, cause)
+            kind = FormFailedError if request_id in by_form else RequestFailedError
+            self._drop(touched.pop(request_id), reason, cause, kind)
         for group in touched.values():
             if isinstance(group, BeamGroup) and group.round_is_over:
                 self._next_round(group)
@@ -327,12 +331,18 @@ class Engine:
                 tokens,
             )
 
-    def _drop(self, group: RequestGroup, reason: str, cause: Exception | None) -> None:
+    def _drop(
+        self,
+        group: RequestGroup,
+        reason: str,
+        cause: Exception | None,
+        kind: type[RequestFailedError] = RequestFailedError,
+    ) -> None:
         """End a request, and its sequences that were not in the failed step, with an error."""
         for sequence in group.sequences:
             if not sequence.request.is_finished:
                 self._scheduler.abort([sequence.request.request_id])
-        failure = RequestFailedError(f"request {group.request_id} failed: {reason}")
+        failure = kind(f"request {group.request_id} failed: {reason}")
         failure.__cause__ = cause
         self._live.fail(group, failure)
 

@@ -154,6 +154,7 @@ class LaunchedStep:
     def _read(self) -> StepOutput:
         tokens: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}
         failed: dict[str, str] = {}
+        by_form: set[str] = set()
         complete: set[str] = set()
         if self._pending is not None:
             for request_id, result in zip(self._sampled, self._pending.read(), strict=True):
@@ -162,6 +163,8 @@ class LaunchedStep:
                 failure = None if grammar is None else grammar.failure
                 if failure is not None or not result.finite:
                     failed[request_id] = failure or NOT_FINITE
+                    if failure is not None:
+                        by_form.add(request_id)
                     continue
                 row_sampling.append(result.token_id)
                 if grammar is not None and grammar.complete:
@@ -176,7 +179,8 @@ class LaunchedStep:
         outputs = []
         for row in self._plan.rows:
             if row.request_id in failed:
-                outputs.append(RowOutput(row.request_id, [], failure=failed[row.request_id]))
+                failure, of_form = failed[row.request_id], row.request_id in by_form
+                outputs.append(RowOutput(row.request_id, [], failure=failure, by_form=of_form))
                 continue
             token_ids, logprobs = tokens.get(row.request_id, ([], None))
             of_prompt = prompt_logprobs.get(row.request_id)

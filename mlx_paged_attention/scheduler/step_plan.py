@@ -116,6 +116,7 @@ class RowOutput(msgspec.Struct, frozen=True):
         prompt_logprobs: entries for the prompt positions ``start + 1`` ... that this step's
             logits score, or ``None`` if not asked for.
         failure: why this row, and none but it, could not be sampled; ``None`` if it could.
+        by_form: the form asked for is the reason.
         complete: nothing may follow: its grammar allows no more.
     """
 
@@ -124,6 +125,7 @@ class RowOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     failure: str | None = None
+    by_form: bool = False
     complete: bool = False
 
 

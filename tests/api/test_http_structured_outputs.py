@@ -14,6 +14,8 @@ from tiny_text_model import write_tiny_text_model
 
 from mlx_paged_attention.api.async_llm import AsyncLLM
 from mlx_paged_attention.api.server.app import create_app
+from mlx_paged_attention.api.server.errors import describe
+from mlx_paged_attention.errors import FormFailedError
 
 ENUM = {"enum": ["left", "right"]}
 STRICT = {"type": "json_schema", "json_schema": {"name": "way", "schema": ENUM, "strict": True}}
@@ -163,3 +165,10 @@ async def test_a_body_nested_beyond_reason_is_a_client_error(client: httpx.Async
         "/completions", content=content, headers={"content-type": "application/json"}
     )
     assert response.status_code == 400, response.text
+
+
+def test_a_form_that_fails_on_the_way_is_the_requests_fault() -> None:
+    status, body = describe(FormFailedError("request 1 failed: the grammar of structured_outputs: too large"))
+    assert status == 400
+    assert body["error"]["param"] == "structured_outputs"
+    assert body["error"]["type"] == "invalid_request_error"

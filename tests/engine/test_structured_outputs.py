@@ -10,7 +10,7 @@ import pytest
 from tiny_text_model import write_tiny_text_model
 
 from mlx_paged_attention import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from mlx_paged_attention.errors import InvalidRequestError
+from mlx_paged_attention.errors import FormFailedError, InvalidRequestError
 
 SCHEMA = {
     "type": "object",
@@ -114,6 +114,15 @@ def test_a_stop_token_ends_an_answer_inside_its_form(llm):
         ((answer,),) = generate(llm, ["?"], asked)
         # Where nothing else is allowed, min_tokens cannot forbid it.
         assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", ord("c"))
+
+
+def test_a_form_that_grows_too_large_on_the_way_ends_its_request_alone(llm):
+    """What it takes shows in the answer only: nobody's fault but the form's, and the next is served."""
+    hostile = params(structured_outputs={"regex": r"(\w{1,500}x?){1,500}a"}, max_tokens=200)
+    with pytest.raises(FormFailedError, match="the grammar of structured_outputs"):
+        generate(llm, ["?"], hostile)
+    ((answer,),) = generate(llm, ["?"], params())
+    assert is_valid(answer.text)
 
 
 def test_neighbours_with_and_without_forms_do_not_touch_each_other(llm):

@@ -18,6 +18,7 @@ from mlx_paged_attention.api.server.not_served import not_served
 from mlx_paged_attention.errors import (
     EngineBusyError,
     EngineDeadError,
+    FormFailedError,
     InvalidRequestError,
     MlxPagedError,
     PoolMemoryError,
@@ -103,6 +104,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             status, param, code = 503, None, "out_of_memory"
         case EngineDeadError():
             status, param, code = 503, None, "engine_dead"
+        case FormFailedError():  # what was asked for cannot be had: trying again would not help
+            status, param, code = 400, "structured_outputs", "form_failed"
         case RequestFailedError():
             status, param, code = 500, None, "request_failed"
         case _:
