@@ -31,7 +31,7 @@ print(peak() - before - llm.info.pool_bytes, llm.info.forward)
 llm.close()
 """
 # A slice of scores and the few arrays made of it, whatever the length.
-MOST_BYTES = 512 << 20
+MOST_BYTES = 640 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
