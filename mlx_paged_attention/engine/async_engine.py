@@ -326,8 +326,9 @@ class AsyncEngine:
     # ---- on the watchdog's thread, while the engine's hangs
 
     def _stall(self, engine: Engine, seconds: float) -> None:
-        self._stalled = f"no step has ended for {seconds:.0f} s, and there is work to do"
-        logger.error("%s\n%s\n%s", self._stalled, engine.describe(), thread_stacks())
+        reason = f"no step has ended for {seconds:.0f} s, and there is work to do"
+        logger.error("%s\n%s\n%s", reason, engine.describe(), thread_stacks())
+        self._stalled = reason  # whoever sees it finds the report
 
     def _resume(self) -> None:
         self._stalled = None
